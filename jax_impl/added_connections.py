@@ -137,7 +137,8 @@ def _connected_class(kind: type) -> type:
 
 def _run(module: nnx.Module, x: Any, block: Callable[[Array], Any]) -> Any:
     """Run a block on the aggregated streams, and write its output to the streams."""
-    connection, place = getattr(module, ATTRIBUTE), getattr(module, _PLACE)
+    connection = getattr(module, ATTRIBUTE)
+    place = getattr(module, _PLACE)
     streams_and_width = connection.config.num_residual_streams, connection.config.hidden_size
     expected = ("B", "T", *streams_and_width[1 if "first" in place else 0 :])
     if not isinstance(x, Array) or x.ndim != len(expected) or x.shape[2:] != expected[2:]:

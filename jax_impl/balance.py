@@ -57,7 +57,8 @@ def _ratio(x: Array, total: Array) -> Array:
 @_ratio.defjvp
 def _ratio_derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return the ratio and its tangent."""
-    (x, total), (d_x, d_total) = primals, tangents
+    (x, total) = primals
+    (d_x, d_total) = tangents
     y = x / total
     return y, d_x / total - y * (d_total / total)
 
@@ -97,7 +98,8 @@ def _documents(tokens: int, batch: int, sequences: PackedDocuments | FLACPContex
     if sequences is None:
         return numbers // (tokens // batch), batch
     if isinstance(sequences, FLACPContext):
-        numbers, offsets = numbers + sequences.rank * tokens, jnp.asarray(sequences.all_cu_seqlens)
+        numbers = numbers + sequences.rank * tokens
+        offsets = jnp.asarray(sequences.all_cu_seqlens)
     else:
         offsets = sequences.cu_seqlens
     return jnp.searchsorted(offsets, numbers, side="right") - 1, len(offsets) - 1

@@ -76,7 +76,8 @@ def call_through(
             found[place] = leaf
         args, kwargs = jax.tree.unflatten(structure, found)
         output = call(module, *args, **kwargs)
-        before, after = _values(state), _values(nnx.state([module, *others]))
+        before = _values(state)
+        after = _values(nnx.state([module, *others]))
         changed[:] = [path for path in after if after[path] is not before[path]]
         return output, [after[path] for path in changed]
 

@@ -155,7 +155,8 @@ class LatentAttention(nnx.Module):
             k, v = self._keys_and_values(latent, shared_key)
             attended = attend_tokens(self.config, self.layer_number, q, k, v, context)
         else:
-            past, read = context.cache.layers[self.layer_number], context.cache.length
+            past = context.cache.layers[self.layer_number]
+            read = context.cache.length
             assert isinstance(past, LatentState), "the cache was made for another layer pattern"
             state = LatentState(*extended(past, (latent, shared_key), read))
             k, v = self._keys_and_values(*state)

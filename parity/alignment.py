@@ -169,7 +169,8 @@ def paired_outputs(ours: Call, theirs: Call) -> dict[str, str]:
     Raises:
         ValueError: an output that the model uses has no counterpart.
     """
-    first, second = ours.outputs, theirs.outputs
+    first = ours.outputs
+    second = theirs.outputs
     if first.keys() == second.keys():
         found = {name: name for name in second}
     elif len(first) == len(second):
@@ -206,7 +207,8 @@ def moved_outputs(ours: Call, theirs: Call, names: Mapping[str, str]) -> frozens
     """
     moved = set()
     for other, name in names.items():
-        expected, got = channels_last(ours.outputs[name], theirs.outputs[other]), theirs.outputs[other]
+        expected = channels_last(ours.outputs[name], theirs.outputs[other])
+        got = theirs.outputs[other]
         if got.shape != expected.shape:
             shape = ours.outputs[name].shape
             raise ValueError(f"output {name!r}: expected the shape {shape} of PyTorch, got {got.shape} in JAX")

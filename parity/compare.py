@@ -182,7 +182,8 @@ def locate_difference(config: TransformerConfig, batch: Batch) -> Location:
     """Return the first submodule in which the backends' undivided models differ in float64, without dropout."""
     exact = replace(undivided(config), params_dtype="float64", bf16=False)
     with jax.enable_x64(True):
-        ours, theirs = reference_torch.transformer.GPTModel(exact), jax_impl.transformer.GPTModel(exact)
+        ours = reference_torch.transformer.GPTModel(exact)
+        theirs = jax_impl.transformer.GPTModel(exact)
         names = {name: name for name, _ in ours.named_parameters()}
         return locate(ours, theirs, [batch.tokens], names=names)
 

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TORCH, JAX, FAILING, ORACLE, INK = "#d1603d", "#1f4e9c", "#7a4fa3", "#8a8a8a", "#222222"
+TORCH = "#d1603d"
+JAX = "#1f4e9c"
+FAILING = "#7a4fa3"
+ORACLE = "#8a8a8a"
+INK = "#222222"
 """Colours of PyTorch, of JAX, of a failing variant, of oracles and tolerances, and of everything else."""
 DASHED = ("median", "bfloat16")
 """Words in the label of a curve that make it dashed, with white markers."""

@@ -383,7 +383,8 @@ class JaxImplementation:
                     partial(self._differentiated if gradient else self.results, dtype)
                 )
             if cotangents is None:
-                (outputs, updates), gradients = self._runs[dtype, gradient](varied, fixed), {}
+                (outputs, updates) = self._runs[dtype, gradient](varied, fixed)
+                gradients = {}
             else:
                 shapes = jax.eval_shape(partial(self.outputs, dtype), varied, fixed) if callable(cotangents) else {}
                 given = _drawn(cotangents, {n: x for n, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.inexact)})
@@ -397,7 +398,8 @@ class JaxImplementation:
 
     def split(self, values: Values, dtype: str | None) -> tuple[dict, dict]:
         """Return the arrays that get a gradient and the others, by their kind and name."""
-        varied, fixed = {}, {}
+        varied = {}
+        fixed = {}
         for kind, arrays, trainable in (
             ("inputs", values.inputs, values.inputs.keys()),
             ("parameters", values.parameters, self.trainable),

@@ -309,7 +309,9 @@ class _Search:
             if Point(self.paths.get(point.path, "?"), point.number) in self.record.calls
         }
         self.reports: dict[Point, Report | None] = {}
-        point, direction, between = None, "", None
+        point = None
+        direction = ""
+        between = None
         if whole.different:
             self.reports[Point("", 0)] = whole
             forward_differs = any(row.kind in FORWARD_ROWS for row in whole.different)
@@ -372,8 +374,10 @@ class _Search:
             return PointDifference(point, self.paths[point.path], 0.0, True, 0.0, True)
         found = []
         for kind in ("outputs", "cotangents"):
-            first, second = getattr(ours, kind), getattr(theirs, kind)
-            worst, differs = 0.0, False
+            first = getattr(ours, kind)
+            second = getattr(theirs, kind)
+            worst = 0.0
+            differs = False
             for other, name in names.items():
                 if name not in first or other not in second:
                     continue
@@ -449,7 +453,8 @@ class _Search:
 
     def _compare_alone(self, point: Point) -> Report:
         jax_path = self.paths[point.path]
-        ours, theirs = self.torch_calls[point], self.record.calls[Point(jax_path, point.number)]
+        ours = self.torch_calls[point]
+        theirs = self.record.calls[Point(jax_path, point.number)]
         outputs = paired_outputs(ours, theirs)
         moved = moved_outputs(ours, theirs, outputs)
         first, second = shared_inputs(ours, theirs, bool(moved))
@@ -457,7 +462,8 @@ class _Search:
         torch_side = TorchImplementation(submodule, first, outputs={name: name for name in outputs.values()})
         model = self.pair.jax.function
         jax_side = ChannelsFirst(jax_submodule(model, jax_path, self.record.modules), second, outputs, moved)
-        own, other = self.names[0][point.path], self.names[1][jax_path]
+        own = self.names[0][point.path]
+        other = self.names[1][jax_path]
         values = self.both[1].parameters
         jax_side.parameters |= {name: values[whole] for name, whole in other.items() if whole in values}
         links = self.pair.translate

@@ -82,7 +82,8 @@ def pair_of_modules(
         )
     ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     call = make_inputs(inputs, static)
-    ours, theirs = TorchImplementation(torch_module, call, device), JaxImplementation(jax_module, call)
+    ours = TorchImplementation(torch_module, call, device)
+    theirs = JaxImplementation(jax_module, call)
     if not theirs.parameters and ours.parameters:
         raise ValueError("jax_module: expected a module with parameters, got none; pass (function, parameters)")
     if names is None:
@@ -154,7 +155,8 @@ def suggest_names(
                         trial[key] = retargeted(value, target_of(chosen[name]))
                 smaller = disagreement(trial)
                 if smaller < best:
-                    chosen, best = trial, smaller
+                    chosen = trial
+                    best = smaller
         return chosen, best
 
     likely = dict(found.names)

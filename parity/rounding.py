@@ -175,7 +175,8 @@ def _judge_integers(first: np.ndarray, second: np.ndarray, flips: float) -> Diff
     is_less = np.where(negative[0] == negative[1], wide[0] < wide[1], negative[0])
     is_unequal = (wide[0] != wide[1]) | (negative[0] != negative[1])
     gap = np.maximum(np.where(is_less, wide[1] - wide[0], wide[0] - wide[1]), is_unequal.astype(np.uint64))
-    count, size = int(np.count_nonzero(gap)), max(1, gap.size)
+    count = int(np.count_nonzero(gap))
+    size = max(1, gap.size)
     allowed = FACTOR * flips
     verdict = EQUAL if count == 0 else ROUNDING if count <= allowed else DIFFERENT
     largest = float(gap.max(initial=0))

@@ -96,7 +96,8 @@ def propose_names(ours: Shapes, theirs: Shapes) -> SuggestedNames:
     names = _fused(ours, theirs)
     single, free = _unmatched(names, ours, theirs)
     entries = {**single, **_stacks(single, free)}
-    sources, targets = list(entries), list(free)
+    sources = list(entries)
+    targets = list(free)
     scores = np.full((len(sources), len(targets)), -1.0)
     rules: dict[tuple[int, int], _Rules] = {}
     for i, source in enumerate(sources):
@@ -138,7 +139,8 @@ def _is_near(i: int, k: int, j: int, scores: np.ndarray, names: tuple[list[str],
     """
     if scores[i, k] > scores[i, j] - 0.05:
         return True
-    source, (other, chosen) = names[0][i], (names[1][n] for n in (k, j))
+    source = names[0][i]
+    (other, chosen) = (names[1][n] for n in (k, j))
     is_numbered = re.sub(r"\d+", "", other) == re.sub(r"\d+", "", chosen)
     return not is_numbered and _similarity(source, other) >= _similarity(source, chosen) - 1e-9
 
@@ -162,7 +164,8 @@ def settle_square(found: SuggestedNames, ours: Shapes) -> SuggestedNames:
         shape = ours.get(source, ())
         if len(shape) == 2 and shape[0] != shape[1]:
             seen.setdefault(ends(source, rule), set()).add(is_transposed(rule))
-    names, ambiguous = dict(found.names), dict(found.ambiguous)
+    names = dict(found.names)
+    ambiguous = dict(found.ambiguous)
     for source, others in found.ambiguous.items():
         rules = [names[source], *others]
         orientations = seen.get(ends(source, rules[0]), set())
@@ -309,7 +312,8 @@ def _similarity(one: str, other: str) -> float:
 
     Equal numbers in another order, as in blocks.1.norm2 and blocks.2.norm1, make names less similar.
     """
-    first, second = _tokens(one), _tokens(other)
+    first = _tokens(one)
+    second = _tokens(other)
     shared = sum((2 if token.isdigit() else 1) for token in first & second)
     every = sum((2 if token.isdigit() else 1) for token in first | second)
     orders = [re.findall(r"\d+", name) for name in (one, other)]

@@ -105,7 +105,8 @@ def _reproduction(torch_side: Any, jax_side: Any, inputs: Any, settings: Mapping
     given = {name: value for name, value in settings.items() if value is not None and (name != "names" or is_module)}
     if isinstance(given.get("names"), Mapping):
         given["names"] = dict(given["names"])
-    imports, found = [], []
+    imports = []
+    found = []
     for name, side in (("torch_side", torch_side), ("jax_side", jax_side)):
         module, known = _importable(side)
         if known:
@@ -141,7 +142,8 @@ def _importable(side: Any) -> tuple[str, str]:
 
 def _written(inputs: Any) -> str:
     """Return an expression for the inputs; many numbers, and containers that repr does not write, are in a file."""
-    total, is_plain = 0, True
+    total = 0
+    is_plain = True
 
     def written(name: str, value: Any) -> Any:
         nonlocal total, is_plain

@@ -172,7 +172,8 @@ class _Batch(NamedTuple):
             raise ValueError(f"batches: expected tuples (inputs, targets), got {type(batch).__name__}")
         arrays = make_inputs(batch[0], static).arrays
         if arrays.keys() != pair.call.arrays.keys():
-            expected, got = ", ".join(pair.call.arrays), ", ".join(arrays)
+            expected = ", ".join(pair.call.arrays)
+            got = ", ".join(arrays)
             raise ValueError(f"batches: expected the inputs {expected} in every batch, got {got}")
         inputs = {name: widened(array) for name, array in arrays.items()}
         return cls(inputs, map_arrays(batch[1], lambda _, array: widened(to_numpy(array)), "targets"))
@@ -279,7 +280,8 @@ class _TorchTraining:
     """Training in PyTorch from the module's parameters, which are not changed."""
 
     def __init__(self, pair: Pair, loss: Callable, make_optimizer: TorchOptimizer) -> None:
-        self._side, self._loss = pair.torch, loss
+        self._side = pair.torch
+        self._loss = loss
         values = pair.torch.parameters
         self._fixed = {name: array for name, array in values.items() if name not in pair.torch.trainable}
         self._parameters = {n: nn.Parameter(torch.tensor(values[n])) for n in values if n in pair.torch.trainable}

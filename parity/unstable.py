@@ -130,7 +130,8 @@ def _zeros(pair: Perturbable, measured: Measured, rows: Sequence[Row]) -> list[R
     if not small:
         return []
     epsilon = float(np.sqrt(UNITS[measured.unit]))
-    both, cotangents = measured.both, measured.cotangents
+    both = measured.both
+    cotangents = measured.cotangents
     larger = pair.errors_inside(both[0], cotangents, measured.exact[0], epsilon, [measured.seed, 0])
     keys = {key for key, spread in larger.items() if spread.size > GROWTH * measured.spreads[key].size}
     return [row for row in small if (row.kind, row.name) in keys]
@@ -146,7 +147,9 @@ class _Jumps:
     """
 
     def __init__(self, pair: Perturbable, measured: Measured, keys: Sequence[tuple[str, str]]) -> None:
-        self._pair, self._measured, self._keys = pair, measured, keys
+        self._pair = pair
+        self._measured = measured
+        self._keys = keys
         self._drawn = 0
         self._largest: dict[tuple[str, str], np.ndarray] = {}
         self._first: dict[tuple[str, str], list[np.ndarray]] = {key: [] for key in keys}
@@ -172,7 +175,8 @@ class _Jumps:
 
     def at(self, key: tuple[str, str]) -> np.ndarray:
         """Return True for the elements that jump."""
-        change, sides = self._largest[key], [np.abs(run[key]) for run in self._measured.exact]
+        change = self._largest[key]
+        sides = [np.abs(run[key]) for run in self._measured.exact]
         if not is_floating(sides[0]):
             return change > 0.0
         sizes = np.maximum(*(np.where(np.isfinite(side), side, 0.0) for side in sides))

@@ -41,7 +41,9 @@ class Collected:
 
     def close(self) -> Tensor | None:
         """Return the sum, which this object no longer holds, and end adding."""
-        total, self.total, self._is_closed = self.total, None, True
+        total = self.total
+        self.total = None
+        self._is_closed = True
         return total
 
 
@@ -87,7 +89,8 @@ def _documents(
     if sequences is None:
         return numbers // (tokens // batch), batch
     if isinstance(sequences, FLACPContext):
-        numbers, offsets = numbers + sequences.rank * tokens, sequences.all_cu_seqlens
+        numbers = numbers + sequences.rank * tokens
+        offsets = sequences.all_cu_seqlens
     else:
         offsets = sequences.cu_seqlens
     offsets = torch.as_tensor(offsets, device=device).long()

@@ -107,7 +107,8 @@ def _iterates(logits: Tensor, iterations: int, first_axis: int, epsilon: float):
     yield matrix, None
     for _ in range(2 * iterations - 1):
         axis = 1 - axis
-        total = matrix.sum(axis, keepdim=True) + epsilon
+        total = matrix.sum(axis, keepdim=True)
+        total = total + epsilon if epsilon else total
         matrix = matrix / total
         yield matrix, total
 

@@ -1,5 +1,6 @@
 """The description of an array for the checks of operations, and the type in which sums are computed."""
 
+import functools
 from typing import Any
 
 import torch
@@ -24,7 +25,13 @@ def operand(name: str, x: Any) -> Operand:
         raise operations.operand_error(name, type(x).__name__)
     if x.layout is not torch.strided:
         raise operations.operand_error(name, str(x.layout).removeprefix("torch."))
-    return Operand(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+    return Operand(tuple(x.shape), _type_name(x.dtype))
+
+
+@functools.cache
+def _type_name(dtype: torch.dtype) -> str:
+    """Return the name of a type, as diptych.plans writes it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def given_operand(name: str, x: Any) -> Operand | None:

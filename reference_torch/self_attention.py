@@ -170,7 +170,8 @@ class LatentAttention(nn.Module):
             k, v = self._keys_and_values(latent, shared_key)
             attended = attend_tokens(self.config, self.layer_number, q, k, v, context)
         else:
-            past, read = context.cache.layers[self.layer_number], context.cache.length
+            past = context.cache.layers[self.layer_number]
+            read = context.cache.length
             assert isinstance(past, LatentState), "the cache was made for another layer pattern"
             k, v = self._keys_and_values(*extended(past, (latent, shared_key), read))
             tokens = torch.arange(k.shape[1], device=k.device)

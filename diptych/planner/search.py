@@ -125,7 +125,7 @@ def search(
     machine: Machine | None = None,
     count: int = 10,
     schedules: tuple[str, ...] = SCHEDULES,
-    progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda candidates, _: candidates,
+    progress: Callable[[Iterable[Any], int | None, str], Iterable[Any]] = lambda steps, *_: steps,
 ) -> Outcome:
     """Return the fastest configurations that fit into memory, none of which is both slower and larger than another.
 
@@ -137,7 +137,8 @@ def search(
         machine: rates of the machine; None: the defaults of Machine.
         count: largest number of configurations returned.
         schedules: names of the schedules to try.
-        progress: wraps the iterable of configurations, given also their number, to show progress.
+        progress: wraps the iterable of each part of the search, given also its number of steps, if it is known, and
+            its name, to show progress.
 
     Returns:
         The configurations, fastest first, and counts of the accepted, refused and too large ones.
@@ -148,19 +149,19 @@ def search(
     _check_request(ranks, memory_limit, count, schedules)
     predictions = _Predictions(machine or Machine())
     outcome = Outcome([], 0, 0, 0)
-    candidates = [
-        (predictions.bound(candidate), place, candidate)
-        for place, candidate in enumerate(_configurations(config, ranks, global_batch_size, schedules, outcome))
-    ]
-    outcome.considered = len(candidates)
-    if not candidates:
+    configurations = _configurations(config, ranks, global_batch_size, schedules, outcome)
+    accepted = list(progress(configurations, None, "listing configurations"))
+    outcome.considered = len(accepted)
+    if not accepted:
         raise ValueError(
             f"ranks: expected a number that {config.num_layers} layers and {global_batch_size} sequences can be "
             f"divided over, got {ranks}; change num_layers, global_batch_size or ranks"
         )
+    timed = progress(enumerate(accepted), len(accepted), "bounding their times")
+    candidates = [(predictions.bound(candidate), place, candidate) for place, candidate in timed]
     candidates.sort(key=lambda each: each[:2])
     too_large: list[tuple[float, Configuration, RankMemory]] = []
-    for bound, _, candidate in progress(candidates, len(candidates)):
+    for bound, _, candidate in progress(candidates, len(candidates), "simulating the fastest"):
         if len(outcome.best) >= count and bound > outcome.best[count - 1].seconds:
             break  # every remaining configuration is slower than these, so it cannot dominate one of them
         if (largest := predictions.memory(candidate)).total > memory_limit:

@@ -131,7 +131,9 @@ def _parse_entry(entry: Any, size: int, what: str) -> tuple[TensorInfo, int, int
         TensorFileError: the entry is invalid, or its bytes are not in the file.
     """
     try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype = entry["dtype"]
+        shape = entry["shape"]
+        (begin, end) = entry["data_offsets"]
         is_typed = isinstance(dtype, str) and isinstance(shape, list)
         if not (is_typed and all(_is_size(x) for x in (*shape, begin, end)) and begin <= end <= size):
             raise ValueError
@@ -169,7 +171,8 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
 
 def _pieces(source: np.ndarray, target: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield equal parts of two contiguous arrays, so that temporary arrays stay small."""
-    source, target = source.reshape(-1), target.reshape(-1)
+    source = source.reshape(-1)
+    target = target.reshape(-1)
     for begin in range(0, source.size, PIECE):
         yield source[begin : begin + PIECE], target[begin : begin + PIECE]
 

@@ -202,9 +202,11 @@ def _run_with_copies(run: Callable[..., Any], state: Any, arrays: list[Any]) -> 
 
     program = trace_inlined(flat, [_to_device(array) for array in hosted], others, arrays)
     jaxpr = program.jaxpr
-    inputs, remaining_inputs = jaxpr.invars[: len(hosted)], jaxpr.invars[len(hosted) :]
+    inputs = jaxpr.invars[: len(hosted)]
+    remaining_inputs = jaxpr.invars[len(hosted) :]
     made = dict.fromkeys(inputs)
-    first, rest = [], []
+    first = []
+    rest = []
     for equation in jaxpr.eqns:
         read = variables(equation.invars)
         if read and not equation.effects and all(variable in made for variable in read):

@@ -60,7 +60,8 @@ class DeferredProducts:
     def run_first(self, task: Task, *others: Any) -> tuple[tuple[Any, dict[str, Array]], list[Array]]:
         """Run I: return the results with the gradients that are not deferred, and the operands of the others."""
         values = self._first(*self._consts, *jax.tree.leaves((task, *others)))
-        results, values = values[: self._results.num_leaves], values[self._results.num_leaves :]
+        results = values[: self._results.num_leaves]
+        values = values[self._results.num_leaves :]
         gradients = dict(zip(self._now, values, strict=False))
         return (jax.tree.unflatten(self._results, results), gradients), values[len(self._now) :]
 

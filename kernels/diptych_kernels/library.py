@@ -76,7 +76,8 @@ def register(operation: Operation, backend: Any) -> None:
         operation: the operation.
         backend: launches kernels for tensors.
     """
-    name, num_outputs = operation.name, operation.num_outputs
+    name = operation.name
+    num_outputs = operation.num_outputs
 
     def forward_with(backend: Any, tensors: Sequence[Tensor], given: Sequence[bool], static: str) -> list[Tensor]:
         inputs = _with_missing(tensors, given)
@@ -126,7 +127,8 @@ def register(operation: Operation, backend: Any) -> None:
         ctx.save_for_backward(*tensors, *output[num_outputs:])
 
     def differentiate(ctx: Any, grads: Any) -> Any:
-        tensors, additional = ctx.saved_tensors[: ctx.num_tensors], ctx.saved_tensors[ctx.num_tensors :]
+        tensors = ctx.saved_tensors[: ctx.num_tensors]
+        additional = ctx.saved_tensors[ctx.num_tensors :]
         own = [
             torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
             for grad, (shape, dtype, device) in zip(grads[:num_outputs], ctx.outputs, strict=True)

@@ -87,7 +87,8 @@ def layer_errors(num_layers: int) -> dict[str, Curves]:
     exact = values["torch", "float64"]
     errors = {}
     for dtype in DTYPES:
-        ours, theirs = values["torch", dtype], values["jax", dtype]
+        ours = values["torch", dtype]
+        theirs = values["jax", dtype]
         pairs = {"PyTorch from float64": (ours, exact), "JAX from float64": (theirs, exact)}
         pairs["between backends"] = (ours, theirs)
         errors[dtype] = {

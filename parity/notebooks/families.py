@@ -69,7 +69,8 @@ def run_torch(model: nn.Module, layers: Sequence[nn.Module], logits_of: Callable
         logits_of: function of token ids [B, T - 1] that returns logits.
         tokens: token ids. [B, T]
     """
-    inputs, targets = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])
+    inputs = torch.from_numpy(tokens[:, :-1])
+    targets = torch.from_numpy(tokens[:, 1:])
     model.zero_grad()
     with _observed(layers) as states:
         logits = logits_of(inputs)
@@ -89,7 +90,8 @@ def run_in_jax(config: TransformerConfig, parameters: Arrays, tokens: np.ndarray
     """Run this project's model in JAX."""
     graph, params = nnx.split(JaxModel(computing_in(config, dtype)), nnx.Param)
     params = jax_impl.saving.import_parameters(params, parameters)
-    inputs, targets = jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])
+    inputs = jnp.asarray(tokens[:, :-1])
+    targets = jnp.asarray(tokens[:, 1:])
     states: list[jax.Array] = []
     original = JaxLayer.__call__
 

@@ -61,7 +61,8 @@ def eager_bytes(function: Callable[..., Tensor], tokens: int, width: int) -> tup
 
 def kernel_bytes(tokens: int, width: int) -> tuple[float, ...]:
     """Return the bytes per token of the inputs and outputs of both kernels, in bfloat16."""
-    x, h_pre = ((tokens, STREAMS, width), "bfloat16"), ((tokens, STREAMS), "float32")
+    x = ((tokens, STREAMS, width), "bfloat16")
+    h_pre = ((tokens, STREAMS), "float32")
     inputs = {
         launch_configs.aggregate_forward: [x, h_pre],
         launch_configs.aggregate_backward: [x, h_pre, ((tokens, width), "bfloat16")],

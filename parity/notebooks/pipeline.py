@@ -24,7 +24,9 @@ from parity.notebooks.pipeline_ranks import training_steps
 from reference_torch.rank_pool import RankPool
 from reference_torch.transformer import GPTModel as TorchModel
 
-RANKS, MICROBATCHES, VIRTUAL = 4, 8, 2
+RANKS = 4
+MICROBATCHES = 8
+VIRTUAL = 2
 FIRST = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2")
 """Schedules that are not V-shaped."""
 NAMES = (*FIRST, *V_SCHEDULES)
@@ -77,7 +79,9 @@ def simulated(schedule: Schedule, costs: Costs) -> Use:
 
 def closed_form(name: str) -> Use:
     """Return the use of a schedule by its closed form."""
-    p, m, v = RANKS, MICROBATCHES, VIRTUAL
+    p = RANKS
+    m = MICROBATCHES
+    v = VIRTUAL
     if name == "none":
         return Use(12.0 * m, [0.0], [4.0])
     bubble, saved = {

@@ -84,7 +84,8 @@ VARIANTS: dict[str, Callable[..., Tensor]] = {
 def saved_activations(name: str) -> tuple[float, bool]:
     """Return what a variant with gelu saves for backward, in activations, and if its gradients are those of "plain"."""
     torch.manual_seed(0)
-    first, second = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)
+    first = nn.Linear(256, 1024, bias=False)
+    second = nn.Linear(1024, 256, bias=False)
     x = torch.randn(512, 256)
 
     def gradients(y: Tensor) -> tuple[Tensor, ...]:
@@ -217,7 +218,8 @@ def draw_timelines(timelines: Mapping[str, MemoryTimeline]) -> None:
     figure, axes = new_figure(2, 10.5, rows=2, sharex="col", sharey="row", height_ratios=[4.4, 1])
     colors = ListedColormap(["white", ORACLE, TORCH, INK])
     for column, (mode, timeline) in enumerate(timelines.items()):
-        top, bottom = axes[column], axes[2 + column]
+        top = axes[column]
+        bottom = axes[2 + column]
         middle = timeline.forward_steps
         top.imshow(timeline.table, cmap=colors, vmin=-0.5, vmax=3.5, aspect="auto", interpolation="none")
         top.set_title(mode)
@@ -263,7 +265,8 @@ def unequal_values(saved: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
     def described(value: Any) -> tuple[int, str] | None:
         return None if value is None else (value.bytes, value.dtype)
 
-    ours, theirs = saved["PyTorch"], saved["JAX"]
+    ours = saved["PyTorch"]
+    theirs = saved["JAX"]
     keys = [(mode, name) for mode in MODES for name in VALUES]
     return [(mode, name) for mode, name in keys if described(ours[mode].get(name)) != described(theirs[mode].get(name))]
 
@@ -322,7 +325,8 @@ def measure_steps() -> tuple[dict[str, StepMemory], dict[tuple[str, str], Callab
         forward, backward = torch_step(mode)
         steps["PyTorch", mode] = lambda forward=forward, backward=backward: backward(forward())
         steps["JAX", mode] = lambda step=step, params=params: jax.block_until_ready(step(params))
-        ours, theirs = steps["PyTorch", mode](), jax.tree.leaves(steps["JAX", mode]()[1])
+        ours = steps["PyTorch", mode]()
+        theirs = jax.tree.leaves(steps["JAX", mode]()[1])
         measured = measure_memory(forward, backward)
         predicted = predict_memory(replace(MODEL, **MODES[mode]), batch=2)
         analysis = step.memory_analysis()
@@ -406,7 +410,8 @@ def run_manager(hook: str, is_inside: bool) -> tuple[bool, bool]:
         True if the output of the first operation was emptied, and True if all gradients are right.
     """
     torch.manual_seed(0)
-    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    first = nn.Linear(64, 64)
+    second = nn.Linear(64, 64)
     parameters = [*first.parameters(), *second.parameters()]
     x = torch.randn(512, 64)
 

@@ -39,7 +39,8 @@ class Manager:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    first, second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    first = torch.nn.Linear(64, 64)
+    second = torch.nn.Linear(64, 64)
     inputs = torch.randn(512, 64)
     read = {"matrix product": second, "square": torch.square}[sys.argv[1]]
     weight = second.weight if read is second else first.weight

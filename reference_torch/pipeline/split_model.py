@@ -195,7 +195,8 @@ class _Stage:
         """Run a stage: the first takes the arguments of the model, later ones the output of the previous stage."""
         if self._stage_part == 0:
             tree = flatten((args, kwargs), 0)
-            spec, tensors = tree.spec, tree.tensors
+            spec = tree.spec
+            tensors = tree.tensors
         else:
             tensors, spec = args
         training = self.training  # pyright: ignore[reportAttributeAccessIssue]

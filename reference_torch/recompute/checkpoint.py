@@ -286,7 +286,9 @@ class MHCBlockRecomputeManager:
         if is_last:
             for slot in remaining:
                 slot.keep()
-            self.checkpoints, remaining, self._finished = [], [], True
+            self.checkpoints = []
+            remaining = []
+            self._finished = True
         self._pending = remaining
 
     @outside_compiled_graphs

@@ -156,7 +156,8 @@ class _Block(_Wrapped):
         manager = MHCBlockRecomputeManager()
         try:
             with manager:
-                _current.manager, _current.torch_checkpoint = manager, internals.torch_checkpoint()
+                _current.manager = manager
+                _current.torch_checkpoint = internals.torch_checkpoint()
                 output = self.plain(*args, **kwargs)
                 manager.discard_unheld_outputs(is_last=True)
         finally:
@@ -294,7 +295,8 @@ def _restored(model: nn.Module, inputs: Any, options: Any) -> Iterator[None]:
     devices = {leaf.device for leaf in internals.leaves_of((inputs, options)) if isinstance(leaf, Tensor)}
     devices |= {parameter.device for parameter in model.parameters()}
     cuda = [device for device in devices if device.type == "cuda"]
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     try:
         with torch.random.fork_rng(cuda), _copied_buffers(model):
             yield

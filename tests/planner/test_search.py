@@ -166,6 +166,24 @@ def test_every_way_runs_as_it_is_simulated(exchange, sequences):
     assert way.data_parallel_size * way.config.model_parallel_size == 4
 
 
+def test_progress_covers_every_part_of_the_search():
+    parts = []
+
+    def progress(steps, total, part):
+        steps = list(steps)
+        parts.append((part, total, len(steps)))
+        return steps
+
+    outcome = search(MODEL, 4, 2**40, 8, SLOW, schedules=FEW, progress=progress)
+    count = outcome.considered
+    assert count > 100
+    assert parts == [
+        ("listing configurations", None, count),
+        ("bounding their times", count, count),
+        ("simulating the fastest", count, count),
+    ]
+
+
 def test_what_cannot_be_searched_is_refused():
     for arguments, message in (
         ((MODEL, 0, 1, 4), "ranks: expected at least 1, got 0"),

@@ -1,6 +1,6 @@
 """A model's operations as PyTorch's eager autograd runs them, with the bytes that each reads, writes and saves."""
 
-import numpy as np
+import math
 
 from diptych.planner.memory.nodes import Layer, Node, Value
 from diptych.planner.memory.rule import RuleShape, rule_scratch
@@ -31,7 +31,7 @@ class GraphBuilder:
         self.wide = max(self.item, 4)
         item = ITEM_SIZES[config.params_dtype]
         specs = parameter_specs(config)
-        self.weights = {name: int(np.prod(spec.shape)) * item for name, spec in specs.items()}
+        self.weights = {name: math.prod(spec.shape) * item for name, spec in specs.items()}
         self.widths = {name: spec.shape[-1] for name, spec in specs.items()}
         self.streams = config.residual_streams
 
@@ -224,7 +224,8 @@ class GraphBuilder:
         width = self.widths[f"{name}.weight"]
         product = normed
         if self.item < self.wide:
-            source, x = x, Value(f"{x.name} in float32", normed.size // self.item * self.wide)
+            source = x
+            x = Value(f"{x.name} in float32", normed.size // self.item * self.wide)
             nodes.append(Node([source], [x], [], region))  # of a joint projection, only the normed part
             product = Value("product", x.size)
         scaled = Value("normalised", normed.size // self.item * self.wide)
@@ -286,7 +287,8 @@ class GraphBuilder:
         self._core_attention(nodes, [*turned, v], attended, "attention")
         if config.attention_output_gate:
             gate = self._mapped(nodes, normed, "gate", heads * width, f"{name}.linear_gate")
-            opened, gated = Value("gate", attended.size), Value("gated", attended.size)
+            opened = Value("gate", attended.size)
+            gated = Value("gated", attended.size)
             nodes.append(Node([gate], [opened], [opened]))
             nodes.append(Node([attended, opened], [gated], [attended, opened]))
             attended = gated
@@ -298,13 +300,15 @@ class GraphBuilder:
         """Append multi-head latent attention, and return its output."""
         config = self.config
         heads, _, key, value = config.attention_heads("mla")
-        rank, shared = config.kv_lora_rank or 0, config.qk_pos_emb_head_dim or 0
+        rank = config.kv_lora_rank or 0
+        shared = config.qk_pos_emb_head_dim or 0
         q = self._mapped(nodes, normed, "q", heads * key, f"{name}.linear_q_proj")
         down = self._mapped(nodes, normed, "kv_latent", rank + shared, f"{name}.linear_kv_down_proj")
         latent = self.activation("normed latent", rank)
         nodes += self._norm(down, latent, f"{name}.kv_layernorm", ())
         up = self._mapped(nodes, latent, "keys and values", heads * (key - shared + value), f"{name}.linear_kv_up_proj")
-        k, v = self.activation("k", heads * key), self.activation("v", heads * value)
+        k = self.activation("k", heads * key)
+        v = self.activation("v", heads * value)
         attended = self.activation("core_attn", heads * value)
         nodes.append(Node([up, down], [k]))
         nodes.append(Node([up], [v]))
@@ -456,10 +460,12 @@ class GraphBuilder:
         """Append the mixture of experts, and return its output."""
         config = self.config
         region = ("mlp_output",)
-        experts, topk = config.num_moe_experts or 0, config.moe_router_topk
+        experts = config.num_moe_experts or 0
+        topk = config.moe_router_topk
         weights, chosen = self._router(nodes, normed, f"{name}.router", experts, topk)
         pairs = 8 * topk * self.tokens
-        by_expert, back = Value("order of the experts", pairs), Value("order of the tokens", pairs)
+        by_expert = Value("order of the experts", pairs)
+        back = Value("order of the tokens", pairs)
         rows = self.activation("rows of the experts", topk * config.hidden_size)
         copies = Value("copies of the tokens", rows.size)
         nodes.append(Node([chosen], [by_expert], [], region, forward_scratch=2 * pairs))
@@ -495,7 +501,8 @@ class GraphBuilder:
         weights = self.coefficient("weights of the experts", topk)
         nodes.append(Node([scores], [weights, chosen], [chosen], region))
         if self.config.moe_router_norm_topk_prob:
-            normalised, total = self.coefficient("weights of the experts", topk), self.coefficient("their sums", 1)
+            normalised = self.coefficient("weights of the experts", topk)
+            total = self.coefficient("their sums", 1)
             nodes.append(Node([weights], [normalised, total], [weights, total], region))
             weights = normalised
         scaled = self.coefficient("weights of the experts", topk)

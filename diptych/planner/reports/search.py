@@ -35,7 +35,7 @@ def print_search(console: Console, command: PlanRequest, name_settings: Callable
         batch,
         command.machine,
         command.num_results,
-        progress=lambda found, total: track(found, "configurations", total, console=console, transient=True),
+        progress=lambda steps, total, part: track(steps, part, total, console=console, transient=True),
     )
     tokens = batch * command.model.seq_length
     console.print(

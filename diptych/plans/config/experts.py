@@ -14,7 +14,8 @@ def _has_experts(config: Any) -> bool:
 
 def _groups_fit(config: Any) -> bool:
     """Return True if the groups of experts, if there are any, hold the chosen experts."""
-    groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
+    groups = config.moe_router_num_groups
+    chosen = config.moe_router_group_topk
     if groups is None or chosen is None:
         return groups is chosen
     experts = config.num_moe_experts or 0

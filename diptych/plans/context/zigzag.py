@@ -126,7 +126,8 @@ def move_cost(
         value_dim: width of a head's values and outputs; None: head_dim.
     """
     sent = [0] * size
-    query, output = heads * head_dim * itemsize, heads * (value_dim or head_dim) * itemsize
+    query = heads * head_dim * itemsize
+    output = heads * (value_dim or head_dim) * itemsize
     for place, length in enumerate(half_lengths(part_length)):
         for holder, computing in half_moves(size, place):
             if holder != computing:

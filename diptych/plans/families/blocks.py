@@ -27,7 +27,9 @@ def norm_links(config: TransformerConfig, number: int, ours: str, theirs: str, n
 
 def attention_links(config: TransformerConfig, ours: str, theirs: str) -> list[Link]:
     """Return the links of a softmax attention layer; each head's queries and gate, if any, are neighbours there."""
-    heads, groups, width = config.num_attention_heads, config.query_groups, config.head_dim
+    heads = config.num_attention_heads
+    groups = config.query_groups
+    width = config.head_dim
     tail = (config.hidden_size,)
     joint = {"q": heads * width, "k": groups * width, "v": groups * width}
     mapped = [Layout(f"{ours}.linear_qkv.weight", joint, 1, tail)]
@@ -116,7 +118,8 @@ def feed_forward_links(
     if not config.layer(number).moe:
         return _mlp_links(config.hidden_size, inner, ours, theirs)
     assert names is not None, "the family has no mixtures of experts"
-    width, experts = config.hidden_size, config.num_moe_experts or 0
+    width = config.hidden_size
+    experts = config.num_moe_experts or 0
     gate, up, down = names.maps
     ins: dict[str, int] = {}
     outs: dict[str, int] = {}

@@ -25,7 +25,8 @@ COMMON_KEYS = frozenset(
 
 OWN_KEYS = frozenset({"layer_types", "tie_word_embeddings"})
 """Keys of config.json that all families read in the same way."""
-DENSE, SPARSE = "dense", "sparse"
+DENSE = "dense"
+SPARSE = "sparse"
 """Values of mlp_layer_types: an MLP, and a mixture of experts."""
 MOST_LAYERS = 10_000
 """Largest accepted number of layers; lists of all layers are made of it."""

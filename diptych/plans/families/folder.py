@@ -34,7 +34,8 @@ COPIED = (
 """Files that are kept, if there are any."""
 SHARD_BYTES = 5 * 10**9
 """Largest size of an exported shard, as in transformers."""
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 MANY = 100_000
 """Layers and experts whose layouts take about 100 MB."""
 LONGEST_NAME = 255
@@ -219,7 +220,8 @@ def _shards(infos: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
         each = bytes_of([info])
         if names and size + each > SHARD_BYTES:
             yield names
-            names, size = [], 0
+            names = []
+            size = 0
         names.append(name)
         size += each
     yield names

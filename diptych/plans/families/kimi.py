@@ -77,7 +77,8 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json, num_key_value_heads: expected num_attention_heads={one_line(queries)}, got "
             f"{one_line(heads)}; a missing one is {KEY_VALUE_HEADS}"
         )
-    shared, width = integer(found, "num_shared_experts", 1), integer(found, "moe_intermediate_size", 1024)
+    shared = integer(found, "num_shared_experts", 1)
+    width = integer(found, "moe_intermediate_size", 1024)
     found.pop("num_shared_experts", None)
     if not shared and SPARSE in found["mlp_layer_types"] and integer(found, "num_experts", 256):
         raise FamilyError(
@@ -111,7 +112,8 @@ def _write(config: Mapping[str, Any]) -> dict[str, Any]:
         FamilyError: the width of the shared expert is not a multiple of that of the others.
     """
     found = dict(config)
-    shared, width = found.pop(SHARED_WIDTH, None), found.get("moe_intermediate_size")
+    shared = found.pop(SHARED_WIDTH, None)
+    width = found.get("moe_intermediate_size")
     if shared is None or width is None or SPARSE not in found["mlp_layer_types"]:
         shared = width = 1  # a model without experts, whose width does not matter
     if not shared or not width or shared % width:
@@ -129,8 +131,11 @@ def _write(config: Mapping[str, Any]) -> dict[str, Any]:
 def _latent_attention(config: TransformerConfig, ours: str, theirs: str) -> list[Link]:
     """Return the links of an mla layer."""
     heads, _, key, value = config.attention_heads("mla")
-    rank, shared, width = config.kv_lora_rank or 0, config.qk_pos_emb_head_dim or 0, config.hidden_size
-    down, up = (rank + shared, width), (heads * (key - shared + value), rank)
+    rank = config.kv_lora_rank or 0
+    shared = config.qk_pos_emb_head_dim or 0
+    width = config.hidden_size
+    down = (rank + shared, width)
+    up = (heads * (key - shared + value), rank)
     return [
         same(f"{ours}.linear_q_proj.weight", f"{theirs}.q_proj.weight", (heads * key, width)),
         same(f"{ours}.linear_kv_down_proj.weight", f"{theirs}.kv_a_proj_with_mqa.weight", down),
@@ -165,7 +170,8 @@ def _links(config: TransformerConfig) -> list[Link]:
     """Return the links of a model; mixtures of experts and MLPs have names of their own, as in published models."""
     links = outer_links(config)
     for number in range(config.num_layers):
-        ours, theirs = f"decoder.layers.{number}", f"model.layers.{number}"
+        ours = f"decoder.layers.{number}"
+        theirs = f"model.layers.{number}"
         mixer = _latent_attention if config.layer(number).mixer == "mla" else _delta_attention
         links += mixer(config, f"{ours}.self_attention", f"{theirs}.self_attn")
         links += norm_links(config, number, ours, theirs, ("input_layernorm", "post_attention_layernorm"))

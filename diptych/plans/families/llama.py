@@ -41,7 +41,8 @@ def _links(config: TransformerConfig) -> list[Link]:
     """Return the links of a model."""
     links = outer_links(config)
     for number in range(config.num_layers):
-        ours, theirs = f"decoder.layers.{number}", f"model.layers.{number}"
+        ours = f"decoder.layers.{number}"
+        theirs = f"model.layers.{number}"
         links += attention_links(config, f"{ours}.self_attention", f"{theirs}.self_attn")
         links += norm_links(config, number, ours, theirs, ("input_layernorm", "post_attention_layernorm"))
         links += feed_forward_links(config, number, f"{ours}.mlp", f"{theirs}.mlp")

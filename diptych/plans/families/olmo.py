@@ -75,7 +75,8 @@ def _links(config: TransformerConfig) -> list[Link]:
     """Return the links of a model."""
     links = outer_links(config)
     for number in range(config.num_layers):
-        ours, theirs = f"decoder.layers.{number}", f"model.layers.{number}"
+        ours = f"decoder.layers.{number}"
+        theirs = f"model.layers.{number}"
         if config.layer(number).mixer == "attention":
             norms = ("feedforward_layer_norm", "post_feedforward_layernorm")
             links += attention_links(config, f"{ours}.self_attention", f"{theirs}.self_attn")

@@ -101,7 +101,8 @@ def _mlp_layer_types(config: Mapping[str, Any]) -> list[str]:
     Raises:
         FamilyError: a setting has another type than expected.
     """
-    step, dense = integer(config, "decoder_sparse_step", 1, least=1), config.get("mlp_only_layers") or []
+    step = integer(config, "decoder_sparse_step", 1, least=1)
+    dense = config.get("mlp_only_layers") or []
     layers = range(integer(config, "num_hidden_layers"))
     if not isinstance(dense, list) or any(type(number) is not int or number not in layers for number in dense):
         raise FamilyError(
@@ -168,7 +169,8 @@ def _links(
     """Return the links of a model whose delta rule layers have the given projections."""
     links = outer_links(config)
     for number in range(config.num_layers):
-        ours, theirs = f"decoder.layers.{number}", f"model.layers.{number}"
+        ours = f"decoder.layers.{number}"
+        theirs = f"model.layers.{number}"
         if config.layer(number).mixer == "attention":
             links += attention_links(config, f"{ours}.self_attention", f"{theirs}.self_attn")
         else:

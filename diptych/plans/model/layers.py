@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 MIXERS = ("attention", "mla", "gdn", "kda")
@@ -47,6 +48,7 @@ class LayerDefaults(NamedTuple):
     mlp_hyper_connection: bool
 
 
+@lru_cache(maxsize=4096)
 def parse_layer(description: str, defaults: LayerDefaults) -> LayerConfig:
     """Parse one entry of ``layer_pattern``.
 

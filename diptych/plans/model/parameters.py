@@ -90,7 +90,9 @@ def latent_attention_specs(config: TransformerConfig) -> dict[str, dict[str, Par
     head its part of the keys and its values.
     """
     heads, _, key, value = config.attention_heads("mla")
-    rank, shared, width = config.kv_lora_rank or 0, config.qk_pos_emb_head_dim or 0, config.hidden_size
+    rank = config.kv_lora_rank or 0
+    shared = config.qk_pos_emb_head_dim or 0
+    width = config.hidden_size
     return {
         "linear_q_proj": linear_spec(config, heads * key, width),
         "linear_kv_down_proj": linear_spec(config, rank + shared, width),
