@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PRINTS = {
-    "pipeline_gpt2": "steps on four processes",
     "pipeline_nnx": "steps on four devices",
+    "pipeline_gpt2": "steps on four processes",
     "context_parallel_qwen3_5": "gradients within",
 }
 

@@ -228,7 +228,7 @@ def test_no_output_knows_the_future(rule, dtype):
 @pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_doors_agree_to_the_bit(rule, dtype):
+def test_backends_agree_bitwise(rule, dtype):
     arrays, cotangents = drawn_arrays(rule, 7, 1, 21, 1, 2, 5, 3, 3)
     offsets = np.array([0, 4, 4, 21], np.int32)
     options = {"impl": "triton", "chunk_size": 16}

@@ -51,7 +51,7 @@ def test_torch_backend_is_as_exact_as_its_type_allows(rule, shape, dtype, decay)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 @pytest.mark.parametrize("rule", RULES)
-def test_doors_agree(rule, shape, dtype):
+def test_backends_agree(rule, shape, dtype):
     (arrays, cotangents), offsets = drawn(rule, shape, 1.0)
     offsets = None if offsets is None else np.array(offsets, np.int32)
     known = None if offsets is None else torch.from_numpy(offsets)

@@ -51,7 +51,7 @@ BUCKETS = [((2, 9), 4, 33), ((1, 5), 3, 20), ((3, 1), 8, 16), ((1, 1), 1, 5)]
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_doors_agree_to_the_bit(name, bucket):
+def test_backends_agree_bitwise(name, bucket):
     case = CASES[name]
     arrays = inputs_of(case, *bucket, seed=1)
     sides = [value_and_gradients(b, case.kernel(KERNEL_BACKENDS[b], b), arrays) for b in BACKENDS]
@@ -71,7 +71,7 @@ def test_jax_backend_equals_the_jax_reference(name):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_doors_agree_in_narrow_types(dtype):
+def test_backends_agree_in_narrow_types(dtype):
     x, h_pre = normal(0, 2, 5, 4, 24), normal(1, 2, 5, 4)
     ours = torch_ops.aggregate(torch.from_numpy(x).to(getattr(torch, dtype)), torch.from_numpy(h_pre).float())
     theirs = jax_ops.aggregate(jnp.asarray(x, dtype), jnp.asarray(h_pre, jnp.float32))
@@ -79,7 +79,7 @@ def test_doors_agree_in_narrow_types(dtype):
     np.testing.assert_array_equal(ours.float().numpy(), np.asarray(theirs, np.float32))
 
 
-def test_doors_agree_on_subnormal_numbers():
+def test_backends_agree_on_subnormal_numbers():
     """XLA's threads, on which kernels are interpreted, take such numbers for 0; as inputs, between, as results."""
     ones = np.ones((1, 1, 2), np.float32)
     calls = {

@@ -61,7 +61,7 @@ def test_kernels_are_not_interpreted_by_too_few_threads(monkeypatch):
     make_pipeline_step(model_of(config), replace(config, impl="reference"))
 
 
-def test_both_doors_run_the_same_function():
+def test_both_backends_run_the_same_function():
     config = replace(PLAIN, num_layers=2, pipeline_model_parallel_size=2)
     (loss, gradients, _), (other_loss, others, _) = (
         run_step(config, 4, backend=backend) for backend in ("pmap", "shard_map")
