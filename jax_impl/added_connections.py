@@ -79,7 +79,8 @@ def add_hyper_connections(
 
     Raises:
         TypeError: model is no nnx.Module, blocks is no list of texts, or a setting is unknown.
-        ValueError: a pattern matches nothing, a block has a hyper-connection, or a setting is invalid.
+        ValueError: a pattern matches nothing, a block has a hyper-connection or stacks several layers for a scan, or a
+            setting is invalid.
 
     Reference:
         Manifold-constrained hyper-connections, https://arxiv.org/abs/2512.24880, equations 3 to 9.
@@ -117,6 +118,12 @@ def _width(name: str, block: nnx.Module) -> int:
     norms = [child for child in children if "norm" in type(child).__name__.lower()]
     values = [value for norm in norms for _, value in nnx.to_flat_state(nnx.state(norm, nnx.Param))]
     width = next((value.size for value in values if value.ndim == 1), None)
+    stacked = next((value.shape for value in values if value.ndim == 2), None)
+    if width is None and stacked is not None:
+        raise ValueError(
+            f"blocks: expected modules of one layer, got {name}, which stacks {stacked[0]} layers for a scan (its norm "
+            f"has weights {list(stacked)}); call the layers one by one"
+        )
     if width is None:
         raise ValueError(f"hidden_size: expected a number, since {name} has no norm with weights, got None")
     return width

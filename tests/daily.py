@@ -75,6 +75,7 @@ EVERY = {
     "tests/planner/test_generate.py::test_it_is_the_best_of_all_tables_of_two_ranks": 5,
     # One of several models, places or numbers of the same kind.
     "tests/everywhere/test_support_matrix.py::test_a_cell": 7,
+    "tests/everywhere/support_cases_jax.py::test_a_cell": 9,
     "tests/linear_attention/test_not_finite.py::test_no_output_depends_on_later_numbers_that_are_not_finite": 3,
     "tests/families/test_exactness.py::test_equals_transformers": 3,
     "tests/families/test_generation.py::test_generates_what_transformers_generates": 5,

@@ -69,7 +69,16 @@ def shardings_of(staged: StagedParameters, mesh: Mesh) -> StagedParameters:
 
 
 def whole_array(value: Any) -> np.ndarray:
-    """Return the whole array on the host, even if other processes hold parts of it."""
+    """Return the whole array on the host, even if other processes hold parts of it.
+
+    Raises:
+        TypeError: a transformation of JAX traces the array.
+    """
+    if isinstance(value, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
+        raise TypeError(
+            "staged: expected arrays outside of jax.jit, jax.grad and jax.vmap, because joining and staging move them "
+            f"over the host, got a traced {value.aval}; work on staged parameters there, and join them afterwards"
+        )
     if isinstance(value, Array) and not value.is_fully_addressable and not value.is_fully_replicated:
         from jax.experimental import multihost_utils
 

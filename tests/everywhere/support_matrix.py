@@ -1,7 +1,7 @@
 """Every technique in everything that surrounds a model, on one small model that knows of neither.
 
-A cell trains the model on two microbatches with a technique, and again without it, in the same surroundings. The table
-in docs/everywhere.md is written from EXPECTED:
+A cell trains the model on two microbatches with a technique, and again without it, in the same surroundings. This
+writes the table of docs/everywhere.md:
 
     python -m tests.everywhere.support_matrix
 """
@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +30,9 @@ from reference_torch.offload import offload_modules
 from reference_torch.ops import short_convolution
 from reference_torch.pipeline import PipelineExecutor, split_model
 from reference_torch.recompute import recompute_modules
+from tests.everywhere.support_table import PAGE, limit_in_words, update, write_table
 
-PAGE = Path(__file__).parents[2] / "docs" / "everywhere.md"
-BEGIN = "<!-- table: python -m tests.everywhere.support_matrix -->\n"
-END = "<!-- end of table -->\n"
+COMMAND = "python -m tests.everywhere.support_matrix"
 WIDTH = 16
 LENGTH = 32
 MICROBATCHES = 2
@@ -353,23 +351,14 @@ def limit(technique: str, surroundings: str) -> float:
     return EQUAL.get(technique, 1e-14)
 
 
-def table() -> str:
-    """Return the table of the docs: techniques by surroundings."""
-    lines = ["| |" + "".join(f" `{name}` |" for name in TECHNIQUES), "|---|" + "---|" * len(TECHNIQUES)]
-    for surroundings in SURROUNDINGS:
-        cells = []
-        for technique in TECHNIQUES:
-            largest = limit(technique, surroundings)
-            equal = f"{largest:.0e}".replace("e-0", "e-") if largest else "bitwise"
-            cells.append("refused" if (technique, surroundings) in REFUSED else equal)
-        lines.append(f"| {surroundings} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def cell_in_words(technique: str, surroundings: str) -> str:
+    """Return the text of a cell of the table."""
+    return "refused" if (technique, surroundings) in REFUSED else limit_in_words(limit(technique, surroundings))
 
 
 def updated(page: str) -> str:
     """Return the page with the table."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END, 1)[1]
+    return update(page, COMMAND, write_table(TECHNIQUES, SURROUNDINGS, cell_in_words))
 
 
 def main() -> None:

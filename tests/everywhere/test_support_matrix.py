@@ -1,4 +1,4 @@
-"""Every technique in everything that surrounds a model: the table of docs/everywhere.md."""
+"""Every technique in everything that surrounds a model: the tables of docs/everywhere.md."""
 
 import re
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from reference_torch.rank_pool import RankPool
+from tests.everywhere import support_matrix_jax
 from tests.everywhere.support_matrix import (
-    PAGE,
     RANKS,
     REFUSED,
     SURROUNDINGS,
@@ -17,6 +17,8 @@ from tests.everywhere.support_matrix import (
     run,
     updated,
 )
+from tests.everywhere.support_table import PAGE
+from tests.jax_process import run_cases
 
 CELLS = [
     pytest.param(
@@ -62,8 +64,22 @@ def test_a_cell(technique, surroundings, pools):
             assert float(outcome) <= limit(technique, surroundings)
 
 
-def test_the_page_has_the_table():
-    assert updated(PAGE.read_text()) == PAGE.read_text()
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+def test_cells_of_jax():
+    run_cases("not slow", 580, "tests/everywhere/support_cases_jax.py")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1200)
+def test_more_cells_of_jax():
+    run_cases("slow", 1180, "tests/everywhere/support_cases_jax.py")
+
+
+@pytest.mark.parametrize("update", [updated, support_matrix_jax.updated], ids=["PyTorch", "JAX"])
+def test_the_page_has_the_table(update):
+    assert update(PAGE.read_text()) == PAGE.read_text()
 
 
 def test_a_wrong_gradient_is_seen():

@@ -175,6 +175,21 @@ def test_transformations(how):
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_second_derivatives_of_moved_activations_are_an_error_of_jax():
+    """JAX refuses them in jax.checkpoint with any policy that moves; once it does not, the docs need a change."""
+
+    def curvature(activations):
+        model = Transformer()
+        offload_modules(model, ["layers.*"], activations=activations, activation_min_bytes=0)
+        return jax.grad(lambda x: jnp.sin(jax.grad(lambda x: model(x).sum())(x)).sum())(batch())
+
+    plain = Transformer()
+    expected = jax.grad(lambda x: jnp.sin(jax.grad(lambda x: plain(x).sum())(x)).sum())(batch())
+    np.testing.assert_allclose(curvature(False), expected, rtol=1e-4, atol=1e-4)  # norms of flax are in float32
+    with pytest.raises(ValueError, match=r"Expected cotangent type|safe_zip"):
+        curvature(True)
+
+
 MISTAKES = [
     (Model, ["block.*"], {}, ValueError, r"'block\.\*', which matches none of blocks"),
     (Model, "blocks.*", {}, TypeError, "modules: expected a list"),
