@@ -37,12 +37,13 @@ class TensorOffloadManager:
         manager.step(optimizer)  # instead of optimizer.step(): layer by layer
 
     A layer is on the device during its forward and its backward, together with the next ``num_prefetch_layers`` layers
-    in the order of uses. Its gradients stay on the device, and so does the optimizer state by default. Any other read
-    of a parameter fetches its layer first. Unregistered modules (embedding, final norm, head) stay on the device. Keep
+    in the order of uses. Its gradients and the optimizer state stay on the device by default. Any other read of a
+    parameter fetches its layer first. Unregistered modules (embedding, final norm, head) stay on the device. Keep
     a reference to the manager, because deleting it closes it.
 
     With ``optimizer_state``, step() also moves what the optimizer stores for the parameters of layers, such as AdamW's
-    moments: it is on the device only during the update of its layer.
+    moments: it is on the device only during the update of its layer. With ``gradients``, so are the gradients, which
+    leave the device once their layer's backward has ended.
 
     Args:
         enabled: if False, nothing is registered and nothing moves.
@@ -54,6 +55,7 @@ class TensorOffloadManager:
             layers whose backwards come next.
         activation_min_bytes: activations of fewer bytes stay on the device.
         optimizer_state: offload the optimizer state of layers, from the first step() on.
+        gradients: offload the gradients of layers, which must not be in DistributedDataParallel.
 
     Raises:
         ValueError: num_prefetch_layers is negative.
@@ -69,12 +71,15 @@ class TensorOffloadManager:
         activations: bool = False,
         activation_min_bytes: int = 2**20,
         optimizer_state: bool = False,
+        gradients: bool = False,
     ) -> None:
         check_num_prefetch_layers(num_prefetch_layers)
         self.enabled = enabled
         self.pin_memory = pin_memory
         self.num_prefetch_layers = num_prefetch_layers
-        self._residency = Residency(pin_memory, parameters, activations, activation_min_bytes, optimizer_state)
+        self._residency = Residency(
+            pin_memory, parameters, activations, activation_min_bytes, optimizer_state, gradients
+        )
         self._scheduler = UseScheduler(self._residency, num_prefetch_layers)
 
     def __del__(self) -> None:
@@ -196,7 +201,7 @@ class TensorOffloadManager:
         parts = OptimizerParts(optimizer, {n: layers[n].parameters for n in reversed(scheduler.order.layers)})
         try:
             parts.step(None)
-            step_by_layer(scheduler.order.layers, self._residency.moments, update, optimizer)
+            step_by_layer(scheduler.order.layers, self._residency.moved_with_updates, update, optimizer)
         finally:
             parts.join()
 
@@ -204,8 +209,11 @@ class TensorOffloadManager:
 
     def on_forward_pre_hook(self, layer_id: int) -> None:
         """Wait for a layer before its forward and prefetch the next layers."""
-        if self.enabled:
-            self._scheduler.begin_forward(layer_id)
+        if not self.enabled:
+            return
+        self._scheduler.begin_forward(layer_id)
+        if self._residency.gradients is not None and torch.is_grad_enabled():
+            self._residency.gradients.watch(layer_id, self._residency.layers[layer_id].own_parameters)
 
     def on_forward_post_hook(self, layer_id: int) -> None:
         """Evict a layer after its forward, unless one of the next uses needs it."""

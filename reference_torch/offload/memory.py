@@ -37,20 +37,21 @@ def gradient_node(tensor: Tensor) -> Node | None:
         return get_gradient_edge(tensor).node
 
 
-def _is_saved_elsewhere(tensor: Tensor, saved: Iterable[Tensor]) -> bool:
+def _is_saved_elsewhere(tensor: Tensor, saved: Iterable[Tensor], holders: int) -> bool:
     """Return True if a graph saved a tensor without offload's hooks.
 
-    Expected references are its Python object, the node that accumulates its gradient, and its saved views.
+    Expected references are its holders, the node that accumulates its gradient, and its saved views.
 
     Args:
         tensor: the tensor.
         saved: tensors in the same memory that were saved under offload's hooks.
+        holders: see OffloadedMemory.
     """
     views = sum(view._base is tensor for view in saved)
-    if internals.tensor_holders(tensor) <= 1 + views:
+    if internals.tensor_holders(tensor) <= holders + views:
         return False
     node = gradient_node(tensor)  # held while counted
-    return internals.tensor_holders(tensor) > 1 + views + (node is not None)
+    return internals.tensor_holders(tensor) > holders + views + (node is not None)
 
 
 class _Offloaded:
@@ -120,19 +121,30 @@ class OffloadedMemory:
         tensors: all tensors in the storage; each covers it completely.
         link: link to the host.
         fetch_layer: called if a tensor is used while its layer is not; calls ``fetch``, ``wait_for_fetch`` and
-            ``unguard``.
+            ``unguard``. None: the memory does so itself.
+        host: memory on the host for the copy, written by the first eviction; None: new memory, written at once.
+        holders: references to each tensor besides those of graphs: 1, its Python object.
 
     Raises:
         OffloadError: the host has no free memory.
     """
 
-    def __init__(self, name: str, tensors: Iterable[Tensor], link: Link, fetch_layer: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        tensors: Iterable[Tensor],
+        link: Link,
+        fetch_layer: Callable[[], None] | None = None,
+        host: UntypedStorage | None = None,
+        holders: int = 1,
+    ) -> None:
         self.name = name
         self.tensors = list(tensors)
         self._link = link
         self.device_storage = self.tensors[0].untyped_storage()
         self.nbytes = self.device_storage.nbytes()
-        self.host = link.host_copy(self.device_storage)
+        self.host = link.host_copy(self.device_storage) if host is None else host
+        self._holders = holders
         self._fetch_layer = fetch_layer
         self._aliases: dict[int, weakref.ref[Tensor]] = {}
         self._is_replayed = False
@@ -141,7 +153,7 @@ class OffloadedMemory:
         self._incoming: tuple[UntypedStorage, Copy] | None = None
         self._outgoing: Copy | None = None
         self._is_on_device = True
-        self._copied_at = self._version
+        self._copied_at = self._version if host is None else ()
         """Version counters at the last copy between host and device; (): the tensors may have changed since."""
 
     @property
@@ -165,7 +177,7 @@ class OffloadedMemory:
             saved = [alias for alias in (reference() for reference in [*self._aliases.values()]) if alias is not None]
             if not is_held_only_by(self.device_storage, [*self.tensors, *saved]):
                 return True
-            return any(_is_saved_elsewhere(tensor, saved) for tensor in self.tensors)
+            return any(_is_saved_elsewhere(tensor, saved, self._holders) for tensor in self.tensors)
 
     @property
     def is_changed(self) -> bool:
@@ -225,6 +237,11 @@ class OffloadedMemory:
 
     def fetch_now(self) -> None:
         """Fetch the memory for a read or write outside the layer's uses."""
+        if self._fetch_layer is None:
+            self.fetch()
+            self.wait_for_fetch()
+            self.unguard()
+            return
         self._fetch_layer()
         # A closed manager fetches nothing. The device may have had no room when it was closed.
         if not self._is_on_device or self._incoming is not None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from reference_torch.offload.gradients import OffloadedGradients
 from reference_torch.offload.link import Link
 from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.statistics import OffloadStatistics
@@ -46,7 +47,8 @@ class OffloadedMoments:
                 if id(tensor) in known:
                     memories.append(known[id(tensor)])
                 elif self._may_move(tensor):
-                    memories.append(self._new(f"{name} of parameter {number} of layer {layer}", tensor))
+                    name = f"{name} of parameter {number} of layer {layer}"
+                    memories.append(OffloadedMemory(name, [tensor], self._link))
         self._layers[layer] = memories
         for memory in memories:
             memory.note_change()
@@ -70,29 +72,18 @@ class OffloadedMoments:
             return False
         return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == tensor.nbytes
 
-    def _new(self, name: str, tensor: Tensor) -> OffloadedMemory:
-        memories: list[OffloadedMemory] = []
-
-        def fetch() -> None:
-            memories[0].fetch()
-            memories[0].wait_for_fetch()
-            memories[0].unguard()
-
-        memories.append(OffloadedMemory(name, [tensor], self._link, fetch))
-        return memories[0]
-
 
 def step_by_layer(
     order: Sequence[int],
-    moments: OffloadedMoments | None,
+    moved: Sequence[OffloadedMoments | OffloadedGradients],
     update: Callable[[int], Sequence[nn.Parameter]],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Update the layers in order, with the state of the next one on its way.
+    """Update the layers in order, with the gradients and the state of the next one on their way.
 
     Args:
         order: numbers of the layers.
-        moments: the optimizer state that moves; None: it stays on the device.
+        moved: what moves: the gradients, the optimizer state.
         update: updates a layer and returns its parameters.
         optimizer: has the state.
 
@@ -100,12 +91,13 @@ def step_by_layer(
         OffloadError: a copy failed.
     """
     for place, layer in enumerate(order):
-        if moments is None:
-            update(layer)
-            continue
-        moments.begin(layer)
-        moments.fetch(order[place + 1] if place + 1 < len(order) else None)
-        moments.end(layer, update(layer), optimizer)
-        moments.finish(order[place - 1] if place else None)
-    if moments is not None and order:
-        moments.finish(order[-1])
+        following = order[place + 1] if place + 1 < len(order) else None
+        for each in moved:
+            each.begin(layer)
+            each.fetch(following)
+        parameters = update(layer)
+        for each in moved:
+            each.end(layer, parameters, optimizer)
+            each.finish(order[place - 1] if place else None)
+    for each in moved if order else ():
+        each.finish(order[-1])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from reference_torch.offload.activations import ActivationOffload
+from reference_torch.offload.gradients import OffloadedGradients
 from reference_torch.offload.layer import IN_USE, OffloadedLayer
 from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import Link, OffloadError
@@ -25,6 +26,7 @@ class Residency:
         activations: the tensors that layers save for backward move.
         activation_min_bytes: activations of fewer bytes stay on the device.
         optimizer_state: the optimizer state of layers moves.
+        gradients: the gradients of layers move.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Residency:
         activations: bool,
         activation_min_bytes: int,
         optimizer_state: bool = False,
+        gradients: bool = False,
     ) -> None:
         self.statistics = OffloadStatistics()
         self.trace: list[str] | None = None
@@ -43,11 +46,13 @@ class Residency:
         self.link: Link | None = None
         self.activations: ActivationOffload | None = None
         self.moments: OffloadedMoments | None = None
+        self.gradients: OffloadedGradients | None = None
         self.is_closed = False
         self._pin_memory = pin_memory
         self._parameters = parameters
         self._wants_activations = activations
         self._wants_moments = optimizer_state
+        self._wants_gradients = gradients
         self._activation_min_bytes = activation_min_bytes
         self._outgoing: list[int] = []
         """Layers whose copies to the host have started and whose device memory is not released."""
@@ -83,6 +88,8 @@ class Residency:
             self.activations = ActivationOffload(self.link, self.statistics, self._activation_min_bytes, record)
         if self._wants_moments and self.moments is None and self.link is not None:
             self.moments = OffloadedMoments(self.link, self.statistics)
+        if self._wants_gradients and self.gradients is None and self.link is not None:
+            self.gradients = OffloadedGradients(self.link, self.statistics)
         self.layers[layer.layer_id] = layer
         self.memories.update({memory.device_storage._cdata: memory for memory in layer.memories})
         self._note_bytes()
@@ -103,6 +110,11 @@ class Residency:
         """Raise an OffloadError if the manager is closed."""
         if self.is_closed:
             raise OffloadError("manager: expected an open one, got a closed one; make a new one")
+
+    @property
+    def moved_with_updates(self) -> list[OffloadedGradients | OffloadedMoments]:
+        """What moves with the update of a layer, besides its parameters."""
+        return [moved for moved in (self.gradients, self.moments) if moved is not None]
 
     @property
     def resident_layers(self) -> tuple[int, ...]:
@@ -195,8 +207,8 @@ class Residency:
             OffloadError: the device has no room for some layers.
         """
         close_layers(self.layers)
-        if self.moments is not None:
-            self.moments.close()
+        for moved in self.moved_with_updates:
+            moved.close()
         self.is_closed = True
         self.memories.clear()
         self._retained.clear()

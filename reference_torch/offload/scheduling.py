@@ -179,6 +179,8 @@ class UseScheduler:
         self._open[use.layer] = use.kind
         residency.statistics.note_use(use.layer, hit=layer.is_resident)
         window = self.order.begin(use)
+        if residency.gradients is not None:
+            residency.gradients.evict_arrived()
         self.evict_unneeded(window)
         residency.finish_eviction()
         for layer_id in window:
@@ -350,6 +352,8 @@ class UseScheduler:
     def _end_backwards(self) -> None:
         """End all uses when a call of backward has ended."""
         self._backward_thread = None
+        if self._residency.gradients is not None:
+            self._residency.gradients.evict_arrived()
         self.end_all()
 
     def _check_thread(self) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from reference_torch.offload import OffloadError, offload_modules
+from reference_torch.rank_pool import RankPool
 from reference_torch.recompute import recompute_modules
 from tests.everywhere.torch_models import MODELS, assert_same, build
 
@@ -57,11 +58,11 @@ def test_a_model_of_others_trains_as_without_offload(name, activations):
 
 
 @pytest.mark.parametrize("name", ["Llama", "ResNet"])
-def test_optimizer_state_moves(name):
-    """As above, with AdamW's moments on the host between steps; steps of the scaler and of the manager alternate."""
+def test_optimizer_state_and_gradients_move(name):
+    """As above, with both on the host between steps; steps of the scaler and of the manager alternate."""
     expected = train(build(name), MODELS[name].inputs())
     other = build(name)
-    manager = offload_modules(other, MODELS[name].offloaded, optimizer_state=True)
+    manager = offload_modules(other, MODELS[name].offloaded, optimizer_state=True, gradients=True)
     assert_same(train(other, MODELS[name].inputs(), manager), expected)
     manager.close()
 
@@ -110,6 +111,97 @@ def test_moments_are_on_the_host_between_steps():
     assert_same_state(*(each.state_dict()["state"] for each in optimizers))
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def resident_gradients(layers: list[nn.Linear]) -> int:
+    """Number of weights whose gradients have memory of their own; those on the host share the guard memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        addresses = [layer.weight.grad.data_ptr() for layer in layers]
+    return sum(addresses.count(address) == 1 for address in addresses)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_on_the_host_between_backward_and_update(set_to_none):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.01, momentum=0.9) for each in (model, plain)]
+    manager = offload_modules(model, ["0", "1", "2", "3", "4"], gradients=True)
+    layers = [*model][:5]
+    seen = []
+    model[0].weight.register_hook(lambda gradient: seen.append(resident_gradients(layers[2:])))
+
+    def backward(scale: float) -> None:
+        x = scale * torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+        for each in (model, plain):
+            each(x).square().mean().backward()
+
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        for scale in (1.0, 2.0, 3.0):  # added up
+            backward(scale)
+            assert resident_gradients(layers) <= 1  # that of the layer whose backward was last
+        if step == 2:
+            for each in (model, plain):
+                nn.utils.clip_grad_norm_(each.parameters(), 0.01)
+            assert resident_gradients(layers) == 5
+        optimizers[0].step() if step == 3 else manager.step(optimizers[0])
+        optimizers[1].step()
+        assert resident_gradients(layers) == (5 if step == 3 else 0)
+    assert max(seen) <= 1
+    manager.close()
+    assert resident_gradients(layers) == 5
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert type(ours.grad) is torch.Tensor
+        assert torch.equal(ours.grad, theirs.grad)
+        assert torch.equal(ours, theirs)
+
+
+def test_a_gradient_that_others_hold_stays():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    manager = offload_modules(model, ["0", "1", "2"], gradients=True)
+    views = []
+    model[2].weight.register_post_accumulate_grad_hook(lambda parameter: views.append(parameter.grad.view(-1)))
+    model(torch.randn(8, 64)).square().mean().backward()
+    assert torch.equal(views[0], model[2].weight.grad.view(-1))
+    assert views[0].isfinite().all()
+    manager.close()
+
+
+def test_gradients_of_unfrozen_parameters_and_of_penalties_outside_of_layers():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    model[1].requires_grad_(False)
+    plain = copy.deepcopy(model)
+    manager = offload_modules(model, ["0", "1", "2"], gradients=True)
+    x = torch.randn(8, 64)
+    for unfrozen in (False, True):
+        for each in (model, plain):
+            each[1].requires_grad_(unfrozen)
+            each(x).square().mean().backward()
+            each[0].weight.square().sum().backward()  # adds to a gradient on the host
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    manager.close()
+
+
+def replicated_gradients() -> str:
+    """Return the error of moved gradients inside of DistributedDataParallel."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    manager = offload_modules(model, ["0", "1"], gradients=True)
+    try:
+        nn.parallel.DistributedDataParallel(model)(torch.randn(2, 64)).sum().backward()
+    except OffloadError as error:
+        return str(error)
+    finally:
+        manager.close()
+    return "no error"
+
+
+@pytest.mark.multiprocess
+def test_replicated_gradients_are_refused():
+    with RankPool(2, 60.0) as pool:
+        for message in pool.run("tests.offload.test_offload_modules:replicated_gradients"):
+            assert message.startswith("gradients: expected a model without DistributedDataParallel")
 
 
 def test_with_recompute():

@@ -25,6 +25,8 @@ class Program:
     early_alias: bool
     actions: tuple[tuple[str, int], ...]
     """Names of the actions, each with a number that determines its choices."""
+    gradients: bool = False
+    """True if gradients and optimizer state move too."""
 
 
 class Broken(RuntimeError):

@@ -95,6 +95,8 @@ class Run:
             num_prefetch_layers=self.program.num_prefetch_layers,
             activations=self.program.activations,
             activation_min_bytes=1,
+            gradients=self.program.gradients,
+            optimizer_state=self.program.gradients,
         )
         for number, layer in enumerate(dict.fromkeys(self.model.layers)):
             self.manager.register_layer(number, layer)

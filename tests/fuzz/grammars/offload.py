@@ -53,7 +53,18 @@ ACTIONS = {
     "functional_call": 1,
 }
 HARD_CASES = frozenset(
-    {*ACTIONS, *LAYERS, *ORDERS, *TIES, *OPTIMIZERS, *ALIASES, "activations", "clip", "alias before registration"}
+    {
+        *ACTIONS,
+        *LAYERS,
+        *ORDERS,
+        *TIES,
+        *OPTIMIZERS,
+        *ALIASES,
+        "activations",
+        "gradients",
+        "clip",
+        "alias before registration",
+    }
 )
 
 
@@ -72,6 +83,7 @@ def draw(rng: np.random.Generator) -> Program:
         clip=bool(rng.random() < 0.4),
         early_alias=bool(rng.random() < 0.2),
         actions=tuple((str(name), int(rng.integers(1000))) for name in actions),
+        gradients=bool(rng.random() < 0.4),
     )
 
 
@@ -83,6 +95,8 @@ def features(program: Program) -> Iterable[str]:
     yield from (alias_of(number) for name, number in program.actions if name == "alias")
     if program.activations:
         yield "activations"
+    if program.gradients:
+        yield "gradients"
     if program.clip:
         yield "clip"
     if program.early_alias:

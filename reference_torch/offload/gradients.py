@@ -1,0 +1,162 @@
+"""Gradients of offloaded layers: on the host except while backward adds to them and while their layer is updated."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from reference_torch.offload.lifetime import weak_method
+from reference_torch.offload.link import Link, OffloadError
+from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.offload.statistics import OffloadStatistics
+
+
+class OffloadedGradients:
+    """The gradients of layers, which backward creates and ``zero_grad`` drops.
+
+    A gradient goes to the host once the backward of the next layer begins. It is fetched before backward adds to it. A
+    read or write between steps fetches it, as with parameters; it stays until the update of its layer.
+
+    Args:
+        link: link to the host.
+        statistics: counts the copies.
+    """
+
+    def __init__(self, link: Link, statistics: OffloadStatistics) -> None:
+        self._link = link
+        self._statistics = statistics
+        self._layers: dict[int, list[nn.Parameter]] = {}
+        self._memories: dict[int, OffloadedMemory] = {}
+        """Memory of the gradient of a parameter, by the id of the parameter."""
+        self._host: dict[int, UntypedStorage] = {}
+        """Host memory for the next gradient of a parameter, by the id of the parameter."""
+        self._arrived: dict[int, nn.Parameter] = {}
+        """Parameters to whose gradients the running backward adds, by id."""
+        self._outgoing: list[OffloadedMemory] = []
+        self._handles: dict[int, RemovableHandle] = {}
+        self._lock = threading.RLock()  # PyTorch runs backwards of a GPU in threads of its own
+
+    def watch(self, layer: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Watch the gradients of a layer's parameters, including those that were frozen before.
+
+        Raises:
+            OffloadError: the model is inside of DistributedDataParallel.
+        """
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise OffloadError(
+                "gradients: expected a model without DistributedDataParallel, which writes gradients after their "
+                "backward, got one inside of it; leave gradients=True out, or use fully_shard, which shards them"
+            )
+        self._layers[layer] = list(parameters)
+        note = weak_method(self._note_arrival)
+        for parameter in self._layers[layer]:
+            if parameter.requires_grad and id(parameter) not in self._handles:
+                reference = weakref.ref(parameter)  # its hook must not keep it alive
+                hook = partial(_call_with, note, reference)
+                self._handles[id(parameter)] = parameter.register_hook(hook)
+
+    def evict_arrived(self) -> None:
+        """Start to copy the gradients to the host that backward has added to since the last call."""
+        with self._lock:
+            self.finish()
+            arrived = list(self._arrived.values())
+            self._arrived.clear()
+            self._evict([memory for memory in map(self._memory_for, arrived) if memory is not None])
+
+    def fetch(self, layer: int | None) -> None:
+        """Start to copy the gradients of a layer to the device; None: no layer."""
+        with self._lock:
+            self._statistics.note_copies("in", [memory.fetch() for memory in self._memories_of(layer)])
+
+    def begin(self, layer: int) -> None:
+        """Wait for the gradients of a layer before its update."""
+        with self._lock:
+            self.fetch(layer)
+            for memory in self._memories_of(layer):
+                memory.wait_for_fetch()
+                memory.unguard()
+
+    def end(self, layer: int, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        """Release the gradients of a layer after its update."""
+        with self._lock:
+            self._evict(self._memories_of(layer))
+
+    def finish(self, layer: int | None = None) -> None:
+        """Wait for all copies to the host and release their device memory."""
+        with self._lock:
+            outgoing = self._outgoing
+            self._outgoing = []
+            for memory in outgoing:
+                memory.finish_eviction()
+
+    def close(self) -> None:
+        """Move everything to the device and remove every hook."""
+        with self._lock:
+            for handle in self._handles.values():
+                handle.remove()
+            for memory in self._memories.values():
+                memory.release()
+            for known in (self._handles, self._memories, self._host, self._layers, self._arrived):
+                known.clear()
+            self._outgoing.clear()
+
+    def _note_arrival(self, parameter: nn.Parameter) -> None:
+        """Fetch the gradient of a parameter, because backward adds to it next."""
+        with self._lock:
+            self._arrived[id(parameter)] = parameter
+            memory = self._known(parameter)
+            if memory is not None:
+                self._statistics.note_copies("in", [memory.fetch()])
+                memory.wait_for_fetch()
+                memory.unguard()
+
+    def _evict(self, memories: Sequence[OffloadedMemory]) -> None:
+        """Start to copy gradients to the host; what other code holds stays on the device."""
+        self._statistics.note_copies("out", [memory.evict() for memory in memories])
+        self._outgoing += memories
+
+    def _memories_of(self, layer: int | None) -> list[OffloadedMemory]:
+        """Return the memories of a layer's present gradients; None: no layer."""
+        parameters = self._layers.get(layer, []) if layer is not None else []
+        return [memory for memory in map(self._known, parameters) if memory is not None]
+
+    def _known(self, parameter: nn.Parameter) -> OffloadedMemory | None:
+        """Return the memory of a parameter's present gradient, or None if that gradient never moved."""
+        memory = self._memories.get(id(parameter))
+        if memory is None or memory.tensors[0] is parameter.grad:
+            return memory
+        self._host[id(parameter)] = memory.host  # the link copies in order, so a copy that still runs does no harm
+        del self._memories[id(parameter)]
+        return None
+
+    def _memory_for(self, parameter: nn.Parameter) -> OffloadedMemory | None:
+        """Return the memory of a parameter's gradient, a new one for a new gradient; None: the gradient stays."""
+        memory = self._known(parameter)
+        gradient = parameter.grad
+        if memory is None and gradient is not None and self._may_move(gradient):
+            host = self._host.pop(id(parameter), None)
+            if host is None or host.nbytes() != gradient.nbytes:
+                host = self._link.host_memory(gradient.nbytes)
+            name = f"gradient of shape {tuple(gradient.shape)}"
+            memory = OffloadedMemory(name, [gradient], self._link, host=host, holders=2)  # held by .grad too
+            self._memories[id(parameter)] = memory
+        return memory
+
+    def _may_move(self, gradient: Tensor) -> bool:
+        """Return True for a dense gradient without a graph, on the device, that owns its memory."""
+        if type(gradient) is not Tensor or gradient.requires_grad or gradient.device != self._link.device:
+            return False
+        is_dense = gradient.layout is torch.strided and gradient.numel() > 1
+        return is_dense and gradient.untyped_storage().nbytes() == gradient.nbytes
+
+
+def _call_with(note: Callable[[nn.Parameter], None], reference: "weakref.ref[nn.Parameter]", _: Tensor) -> None:
+    """Call a function with a parameter that is still alive, as a hook of its gradient."""
+    parameter = reference()
+    if parameter is not None:
+        note(parameter)
