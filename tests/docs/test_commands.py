@@ -132,6 +132,7 @@ def test_modules_told_can_be_run(module):
             "docs.generate.errata",
             "tests.faults",
             "tests.everywhere.support_matrix",
+            "tests.everywhere.support_matrix_jax",
         )
         assert module in (*run_elsewhere, "benchmarks.stage_costs"), "run it below, or in test_generate_report.py"
 
