@@ -57,8 +57,8 @@ def _ratio(x: Array, total: Array) -> Array:
 @_ratio.defjvp
 def _ratio_derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return the ratio and its tangent."""
-    (x, total) = primals
-    (d_x, d_total) = tangents
+    x, total = primals
+    d_x, d_total = tangents
     y = x / total
     return y, d_x / total - y * (d_total / total)
 

@@ -383,7 +383,7 @@ class JaxImplementation:
                     partial(self._differentiated if gradient else self.results, dtype)
                 )
             if cotangents is None:
-                (outputs, updates) = self._runs[dtype, gradient](varied, fixed)
+                outputs, updates = self._runs[dtype, gradient](varied, fixed)
                 gradients = {}
             else:
                 shapes = jax.eval_shape(partial(self.outputs, dtype), varied, fixed) if callable(cotangents) else {}

@@ -140,7 +140,7 @@ def _is_near(i: int, k: int, j: int, scores: np.ndarray, names: tuple[list[str],
     if scores[i, k] > scores[i, j] - 0.05:
         return True
     source = names[0][i]
-    (other, chosen) = (names[1][n] for n in (k, j))
+    other, chosen = (names[1][n] for n in (k, j))
     is_numbered = re.sub(r"\d+", "", other) == re.sub(r"\d+", "", chosen)
     return not is_numbered and _similarity(source, other) >= _similarity(source, chosen) - 1e-9
 

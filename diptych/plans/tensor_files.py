@@ -133,7 +133,7 @@ def _parse_entry(entry: Any, size: int, what: str) -> tuple[TensorInfo, int, int
     try:
         dtype = entry["dtype"]
         shape = entry["shape"]
-        (begin, end) = entry["data_offsets"]
+        begin, end = entry["data_offsets"]
         is_typed = isinstance(dtype, str) and isinstance(shape, list)
         if not (is_typed and all(_is_size(x) for x in (*shape, begin, end)) and begin <= end <= size):
             raise ValueError

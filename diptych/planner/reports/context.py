@@ -93,7 +93,7 @@ def _left_out(config: TransformerConfig) -> tuple[int | None, int | None]:
 def _others(config: TransformerConfig, batch: int, attention: int, linear: int) -> str:
     """Return sentences on the messages of convolutions and of attention."""
     itemsize = 2 if config.bf16 else 8 if config.params_dtype == "float64" else 4
-    (key_heads, heads, key, value) = config.linear_heads
+    key_heads, heads, key, value = config.linear_heads
     size = config.context_parallel_size
     sentences = []
     if config.pipeline_model_parallel_size == 1:

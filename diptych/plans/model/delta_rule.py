@@ -147,7 +147,7 @@ def check_arguments(options: DeltaRuleOptions, arrays: Mapping[str, ArrayInfo | 
     for name, info, letters in (("q", q, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
         if len(info.shape) != 4 or 0 in info.shape:
             raise ValueError(f"{name}: expected shape {letters} without empty axes, got {list(info.shape)}")
-    (batch, length, heads, key) = q.shape
+    batch, length, heads, key = q.shape
     value_heads = v.shape[2]
     if value_heads % heads:
         raise ValueError(f"v: expected a multiple of q's {heads} heads, got {value_heads}")
