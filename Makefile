@@ -19,6 +19,7 @@
 PYTHON ?= python3
 TORCH ?= $(if $(wildcard .venv/installed-cuda),cuda,cpu)
 TORCH_VERSION := 2.13.0
+TORCHVISION_VERSION := 0.28.0
 # PyTorch's CPU builds; used for torch alone, and only if no build of that version is on disk.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -69,6 +70,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 
 $(PEERS): $(INSTALLED)
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[peers]'
+	$(PIP) install -q -c $(CONSTRAINTS) --no-deps --target $(VENV)/torchvision torchvision==$(TORCHVISION_VERSION)
 	@touch $@
 
 $(SITE): $(INSTALLED)

@@ -68,8 +68,9 @@ def select_within(
 
     Raises:
         TypeError: patterns is no mapping from texts to lists of texts.
-        ValueError: a pattern matches nothing, or a match lies inside of another. Blocks without submodules, which a
-            pipeline stage has in place of others' blocks, match nothing if another block matches.
+        ValueError: a pattern matches nothing in all its blocks, nothing matches in one of them, or a match lies inside
+            of another. Blocks without submodules, which a pipeline stage has in place of others' blocks, are left out
+            if another block of the same pattern has some.
     """
     if not isinstance(patterns, Mapping):
         raise TypeError(
@@ -77,16 +78,25 @@ def select_within(
             f"{{'blocks.*': ['norm', 'activation']}}, got {patterns!r}"
         )
     chosen = select(argument, [*patterns], names)
+    prefixes = {block: f"{block}." if block else "" for block in chosen}
+    within = {
+        block: [name.removeprefix(prefix) for name in names if name != block and name.startswith(prefix)]
+        for block, prefix in prefixes.items()
+    }
+    wanted: dict[str, list[str]] = {}
+    for outer, each in patterns.items():
+        inner = _texts(argument, each)
+        blocks = matching(outer, within)
+        blocks = [block for block in blocks if within[block]] or blocks
+        somewhere = {pattern for pattern in inner if any(matching(pattern, within[block]) for block in blocks)}
+        for block in blocks:
+            here = [pattern for pattern in inner if pattern not in somewhere or matching(pattern, within[block])]
+            wanted.setdefault(block, []).extend(here or inner)
     found = {}
     for block in chosen:
-        prefix = f"{block}." if block else ""
-        inner = [name.removeprefix(prefix) for name in names if name != block and name.startswith(prefix)]
-        if not inner and any(name.startswith(f"{other}.") for other in chosen if other for name in names):
-            continue
-        wanted = [p for outer, each in patterns.items() if matching(outer, [block]) for p in _texts(argument, each)]
-        found[block] = tuple(
-            f"{prefix}{name}" for name in select(f"{argument}, {block or 'whole model'}", wanted, inner)
-        )
+        if block in wanted:
+            submodules = select(f"{argument}, {block or 'whole model'}", wanted[block], within[block])
+            found[block] = tuple(f"{prefixes[block]}{name}" for name in submodules)
     return found
 
 

@@ -1,7 +1,8 @@
 """Recompute of values that a function names with jax.ad_checkpoint.checkpoint_name.
 
 A policy that refuses a name does not free the value: the operation that made it is saved under no name. Here the
-function is traced, and the operation that makes a dropped value becomes an opaque call, whose result is not saved.
+function is traced, and the operations that make a dropped value become an opaque call, whose result is not saved: the
+operation itself, and the elementwise operations and reductions before it that nothing else reads, such as a whole norm.
 """
 
 import fnmatch
@@ -10,12 +11,24 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
 from jax_impl.recompute.opaque_call import except_opaque_calls, without_residuals
 
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 """Primitives whose function is evaluated in place."""
+_CALLS = frozenset({*_INLINED, "custom_jvp_call"})
+"""Primitives that call a function."""
+_ELEMENTWISE = (
+    "abs add and cbrt ceil clamp convert_element_type copy cos cosh div eq erf erf_inv exp exp2 expm1 floor ge gt "
+    "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow real reduce_precision rem round "
+    "rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor"
+)
+_REDUCTIONS = "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum"
+_SHAPES = "broadcast_in_dim concatenate expand_dims iota pad reshape rev slice split squeeze transpose"
+_CHEAP = frozenset(f"{_ELEMENTWISE} {_REDUCTIONS} {_SHAPES}".split())
+"""Operations that are computed again for the memory of their results."""
 _SAME_VALUE = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "reduce_precision", "name"})
 """Operations whose result is not worth saving for itself."""
 
@@ -24,7 +37,7 @@ def drop_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[.
     """Return a function that drops the values whose checkpoint names match a pattern.
 
     Args:
-        function: function of arrays and pytrees.
+        function: function of pytrees. Leaves that are no arrays, such as numbers and functions, are not traced.
         names: patterns, with ``*`` for any text.
 
     Raises:
@@ -39,19 +52,26 @@ def drop_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[.
 
     def call(*args: Any, **kwargs: Any) -> Any:
         result: list[Any] = []
-        leaves, structure = jax.tree.flatten(args)
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        arrays = {number: leaf for number, leaf in enumerate(leaves) if _is_array(leaf)}
 
-        def flat(*leaves: Any) -> list[Any]:
-            found, treedef = jax.tree.flatten(partial(function, **kwargs)(*jax.tree.unflatten(structure, leaves)))
+        def flat(*values: Any) -> list[Any]:
+            inputs = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
+            args, kwargs = jax.tree.unflatten(structure, inputs.values())
+            found, treedef = jax.tree.flatten(function(*args, **kwargs))
             result[:] = [treedef]
             return found
 
-        program = jax.make_jaxpr(flat)(*leaves)
+        program = jax.make_jaxpr(flat)(*arrays.values())
         _check_names(names, program.jaxpr)
         run = partial(_evaluate, program.jaxpr, program.consts, names)
-        return jax.tree.unflatten(result[0], jax.checkpoint(run, policy=except_opaque_calls)(*leaves))  # pyright: ignore[reportPrivateImportUsage]
+        return jax.tree.unflatten(result[0], jax.checkpoint(run, policy=except_opaque_calls)(*arrays.values()))  # pyright: ignore[reportPrivateImportUsage]
 
     return call
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) or hasattr(leaf, "__jax_array__")
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -76,40 +96,90 @@ def _names_in(program: Jaxpr) -> set[str]:
 
 
 def _evaluate(program: Jaxpr, constants: Sequence[Any], patterns: Sequence[str], *args: Any) -> list[Any]:
-    """Evaluate a jaxpr; operations that make a dropped value leave no residuals but their operands."""
+    """Evaluate a jaxpr; operations that make a dropped value leave no residuals but what they read."""
     values: dict[Var, Any] = dict(zip((*program.constvars, *program.invars), (*constants, *args), strict=True))
-    dropped = _dropped(program, patterns)
+    regions = _regions(program, _dropped(program, patterns))
+    inside = {id(equation) for region in regions.values() for equation in region[:-1]}
+
+    def read(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else values[x]
+
     for equation in program.eqns:
-        operands = [x.val if isinstance(x, Literal) else values[x] for x in equation.invars]
         inner = next(iter(jaxprs_in_params(equation.params)), None)
         has_names = any(
             _matches(name, patterns) for each in jaxprs_in_params(equation.params) for name in _names_in(each)
         )
-        if any(variable in dropped for variable in equation.outvars):
-            results = without_residuals(_function_of(program, equation))(*operands)
+        if id(equation) in inside:
+            continue
+        if id(equation) in regions:
+            operands, function = _function_of(program, regions[id(equation)])
+            results = without_residuals(function)(*map(read, operands))
         elif has_names and equation.primitive.name in _INLINED and inner is not None:
             closed = equation.params["jaxpr"]
-            results = _evaluate(inner, closed.consts, patterns, *operands)
+            results = _evaluate(inner, closed.consts, patterns, *map(read, equation.invars))
         elif has_names:
             raise NotImplementedError(
                 f"modules: expected names outside of {equation.primitive.name}, got one inside it; apply "
                 "recompute_modules to the function that it calls"
             )
         else:
-            results = _function_of(program, equation)(*operands)
+            operands, function = _function_of(program, [equation])
+            results = function(*map(read, operands))
         values.update(zip(equation.outvars, results, strict=True))
-    return [x.val if isinstance(x, Literal) else values[x] for x in program.outvars]
+    return [*map(read, program.outvars)]
 
 
-def _function_of(program: Jaxpr, equation: Any) -> Callable[..., list[Any]]:
-    """Return the function from the operands of an equation to its results."""
-    places = {x: place for place, x in enumerate(equation.invars) if not isinstance(x, Literal)}
-    names = program.debug_info.with_unknown_names()
+def _function_of(program: Jaxpr, equations: Sequence[Any]) -> tuple[list[Var], Callable[..., list[Any]]]:
+    """Return what some equations read, and the function from it to the results of the last one."""
+    made = {variable for equation in equations for variable in equation.outvars}
+    reads = [x for equation in equations for x in equation.invars if not isinstance(x, Literal) and x not in made]
+    operands = [*dict.fromkeys(reads)]
     alone = program.replace(
-        constvars=[], invars=[*places], outvars=equation.outvars, eqns=[equation], effects=equation.effects
+        constvars=[],
+        invars=operands,
+        outvars=equations[-1].outvars,
+        eqns=[*equations],
+        effects=set().union(*(equation.effects for equation in equations)),
+        debug_info=program.debug_info.with_unknown_names(),
     )
-    function = jaxpr_as_fun(ClosedJaxpr(alone.replace(debug_info=names), []))
-    return lambda *operands: function(*(operands[place] for place in places.values()))
+    return operands, jaxpr_as_fun(ClosedJaxpr(alone, []))
+
+
+def _regions(program: Jaxpr, dropped: set[Var]) -> dict[int, list[Any]]:
+    """Return the equations that make each dropped value, in order, by the identity of the last one.
+
+    An equation belongs to a region if it is cheap and only the region reads its results.
+    """
+    readers: dict[Var, list[Any]] = {}
+    for equation in program.eqns:
+        for x in equation.invars:
+            if not isinstance(x, Literal):
+                readers.setdefault(x, []).append(equation)
+    results = {x for x in program.outvars if not isinstance(x, Literal)}
+    region_of: dict[int, int] = {}
+    regions: dict[int, list[Any]] = {}
+    for equation in reversed(program.eqns):
+        here = id(equation)
+        if any(variable in dropped for variable in equation.outvars):
+            region_of[here] = here
+            regions[here] = [equation]
+            continue
+        reading = [region_of.get(id(each)) for variable in equation.outvars for each in readers.get(variable, ())]
+        if len({*reading}) != 1 or reading[0] is None or results.intersection(equation.outvars):
+            continue
+        region = regions[reading[0]]
+        if _is_cheap(equation) and _is_cheap(region[-1]):
+            region_of[here] = reading[0]
+            region.insert(0, equation)
+    return regions
+
+
+def _is_cheap(equation: Any) -> bool:
+    """Return whether an equation has only elementwise operations, reductions and changes of shape, without names."""
+    inner = [*jaxprs_in_params(equation.params)]
+    if inner and equation.primitive.name in _CALLS:
+        return all(_is_cheap(each) for program in inner for each in program.eqns)
+    return not equation.effects and equation.primitive.name in _CHEAP
 
 
 def _dropped(program: Jaxpr, patterns: Sequence[str]) -> set[Var]:

@@ -52,9 +52,7 @@ def make(case: Case) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(module, nn.LSTM):
-            module.dropout = 0.0
-        for name in ("attention_dropout", "dropout_prob"):
+        for name in ("attention_dropout", "dropout_prob", "dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model
@@ -64,11 +62,12 @@ def data(case: Case, step: int) -> tuple[dict[str, Tensor], Tensor]:
     """Inputs of all replicas, and what the outputs are multiplied with."""
     generator = torch.Generator().manual_seed(step)
     batch = 2 * case.num_microbatches * case.replicas
-    if case.model in ("ViT", "ResNet"):
-        inputs = {"pixel_values": torch.randn(batch, 3, 32, 32, generator=generator).to(getattr(torch, case.dtype))}
+    (key,) = MODELS[case.model].inputs()
+    if key != "input_ids":
+        inputs = {key: torch.randn(batch, 3, 32, 32, generator=generator).to(getattr(torch, case.dtype))}
         shape: tuple[int, ...] = (batch, 2)
     else:
-        inputs = {"input_ids": torch.randint(0, 60, (batch, 12), generator=generator)}
+        inputs = {key: torch.randint(0, 60, (batch, 12), generator=generator)}
         shape = (batch, 12, 60)
     return inputs, torch.randn(shape, generator=generator, dtype=torch.float64)
 

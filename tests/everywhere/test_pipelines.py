@@ -4,6 +4,7 @@ import pytest
 
 from reference_torch.rank_pool import RankPool
 from tests.everywhere.pipeline_jobs import Case, undivided
+from tests.everywhere.torch_models import NAMES
 
 PRELOAD = ("torch.distributed", "tests.everywhere.pipeline_jobs")
 JOB = "tests.everywhere.pipeline_jobs:run"
@@ -15,6 +16,8 @@ CUTS = {
     "ViT": ("vit.layers.1", "vit.layers.2", "classifier"),
     "ResNet": ("resnet.encoder.stages.0.layers.1", "resnet.encoder.stages.1", "classifier"),
     "LSTM": ("lstm", "norm", "head"),
+    "torchvision ResNet": ("layer1.1", "layer2", "fc"),
+    "torchvision ViT": tuple(f"encoder.layers.encoder_layer_{number}" for number in range(3)),
 }
 
 
@@ -52,7 +55,7 @@ def check(pool, case, tolerance=1e-13):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_two_ranks(two, name, schedule):
     cuts = CUTS[name][1:2] if schedule == "1f1b" else CUTS[name]
     check(two, Case(name, cuts, schedule, deallocate=schedule == "zb-v", with_example=schedule == "interleaved"))
@@ -60,7 +63,7 @@ def test_two_ranks(two, name, schedule):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_four_ranks(four, name, schedule):
     check(four, Case(name, CUTS[name], schedule))
 

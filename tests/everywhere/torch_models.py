@@ -1,8 +1,12 @@
 """Models of others, tiny: what a technique must work with from outside."""
 
 import copy
+import importlib
+import sys
+import types
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -64,6 +68,37 @@ def _resnet() -> nn.Module:
     return transformers.ResNetForImageClassification(config)
 
 
+TORCHVISION = Path(sys.prefix) / "torchvision"
+"""Where make test-all installs torchvision: on the path of imports, it would stop transformers from working."""
+
+
+def _torchvision() -> Any:
+    """torchvision.models, without its operations in C++, which these models do not use.
+
+    The builds of PyPI link these operations with CUDA; beside a CPU build of PyTorch, registering their shapes fails.
+    """
+    sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("_meta_registrations"))
+    sys.path.append(str(TORCHVISION))
+    try:
+        return importlib.import_module("torchvision.models")
+    finally:
+        sys.path.remove(str(TORCHVISION))
+
+
+def _torchvision_resnet() -> nn.Module:
+    models = _torchvision()
+    return models.ResNet(models.resnet.BasicBlock, [2, 2, 1, 1], num_classes=2)
+
+
+def _torchvision_vit() -> nn.Module:
+    sizes = {"num_layers": 3, "num_heads": 4, "hidden_dim": 16, "mlp_dim": 32}
+    return _torchvision().VisionTransformer(32, 8, **sizes, dropout=0.1, num_classes=2)
+
+
+def _images() -> dict[str, Tensor]:
+    return {"x": _pixels()["pixel_values"]}
+
+
 class Recurrent(nn.Module):
     """An LSTM language model as tutorials write it."""
 
@@ -112,8 +147,19 @@ MODELS = {
         ["resnet.encoder.stages.*.layers.*"],
     ),
     "LSTM": Example(Recurrent, _tokens, {"": ["norm", "dropout"]}, ["lstm", "head"]),
+    "torchvision ResNet": Example(_torchvision_resnet, _images, {"layer*.*": ["bn*", "downsample.1"]}, ["layer*.*"]),
+    "torchvision ViT": Example(
+        _torchvision_vit, _images, {"encoder.layers.*": ["ln_1", "ln_2", "mlp.1", "mlp.2"]}, ["encoder.layers.*"]
+    ),
 }
-"""Six architectures: four of transformers' language and vision models, a network with batch norms, and an LSTM."""
+"""Four of transformers' language and vision models, networks with batch norms, and an LSTM."""
+
+_needs_torchvision = pytest.mark.skipif(not TORCHVISION.exists(), reason="needs make .venv/installed-peers")
+NAMES = [
+    pytest.param(name, marks=[_needs_torchvision, pytest.mark.slow]) if name.startswith("torchvision") else name
+    for name in MODELS
+]
+"""Names of all models for parametrize."""
 
 
 def build(name: str) -> nn.Module:

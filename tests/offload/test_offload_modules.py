@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from reference_torch.offload import OffloadError, offload_modules
 from reference_torch.rank_pool import RankPool
 from reference_torch.recompute import recompute_modules
-from tests.everywhere.torch_models import MODELS, assert_same, build
+from tests.everywhere.torch_models import MODELS, NAMES, assert_same, build
 
 
 def train(model: nn.Module, inputs: dict[str, torch.Tensor], manager=None) -> dict[str, torch.Tensor]:
@@ -44,7 +44,7 @@ def train(model: nn.Module, inputs: dict[str, torch.Tensor], manager=None) -> di
 
 
 @pytest.mark.parametrize("activations", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_model_of_others_trains_as_without_offload(name, activations):
     example = MODELS[name]
     expected = train(build(name), example.inputs())

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from reference_torch.rank_pool import RankPool
 from reference_torch.recompute import RecomputeUsageError, measure_memory, recompute_modules
-from tests.everywhere.torch_models import MODELS, assert_same, build, step
+from tests.everywhere.torch_models import MODELS, NAMES, assert_same, build, step
 
 CHOSEN = {"blocks.*": ["norm", "activation", "dropout", "batch_norm"]}
 
@@ -60,7 +60,7 @@ def inputs(width: int = 8, length: int = 6) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(2, length, width, generator=torch.Generator().manual_seed(1), requires_grad=True)}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_model_of_others_has_the_same_gradients_and_saves_less(name):
     example = MODELS[name]
     batch = example.inputs()
@@ -340,6 +340,8 @@ MISTAKES = [
     ({"blocks.*": ["norm"], "": ["head"]}, ValueError, r"got the whole and blocks\.0 inside it"),
     ({"": ["blocks.0", "blocks.*.norm"]}, ValueError, r"got blocks\.0 and blocks\.0\.norm inside it"),
     ({"blocks.0.norm": ["weight"]}, ValueError, "since there are no submodules"),
+    ({"blocks.*": ["norm"], "head": ["weight"]}, ValueError, "modules, head: expected .* got 'weight'"),
+    ({"*.*": ["norm"], "blocks.?": ["norm"]}, ValueError, r"'blocks\.\?', which matches none"),
 ]
 
 
@@ -347,6 +349,20 @@ MISTAKES = [
 def test_mistakes_are_named(modules, kind, message):
     with pytest.raises(kind, match=message):
         recompute_modules(model(False), modules)
+
+
+def test_a_pattern_may_match_in_some_blocks_only():
+    found = model(False)
+    del found.blocks[1].dropout
+    found.blocks[2].extra = nn.Identity()
+    handle = recompute_modules(found, {"blocks.*": ["norm", "dropout", "extra"], "blocks.0": ["activation"]})
+    assert handle.blocks == {
+        "blocks.0": ("blocks.0.norm", "blocks.0.activation", "blocks.0.dropout"),
+        "blocks.1": ("blocks.1.norm",),
+        "blocks.2": ("blocks.2.norm", "blocks.2.dropout", "blocks.2.extra"),
+    }
+    with pytest.raises(ValueError, match=r"modules, blocks\.1: .* got 'dropout', which matches none"):
+        recompute_modules(found, {"blocks.*": ["dropout"]})
 
 
 def test_a_second_recompute_and_a_late_removal_are_refused():

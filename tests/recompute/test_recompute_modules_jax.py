@@ -342,6 +342,36 @@ def test_named_values_of_a_function_are_dropped(function):
     assert saved_bytes(other, *args) <= saved_bytes(plain, *args) - 4 * wide
 
 
+def test_a_value_is_dropped_with_what_it_alone_is_made_from():
+    """A norm and a SwiGLU leave two products of the inner width. What another operation reads too stays."""
+
+    def swiglu(params, x, shared):
+        scaled = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        h = checkpoint_name(scaled * params["scale"], "norm")
+        gate = jax.nn.sigmoid(h @ params["gate"])
+        act = checkpoint_name(gate * (h @ params["up"]), "act")
+        return (act @ params["down"] * (gate @ params["down"] if shared else 1.0)).sum()
+
+    draw = np.random.default_rng(0).standard_normal
+    shapes = {"scale": (8,), "gate": (8, 32), "up": (8, 32), "down": (32, 8)}
+    params = {name: jnp.asarray(draw(shape)) for name, shape in shapes.items()}
+    wide = batch().size // 8 * 32 * 8  # bytes of one value of the inner width
+    for shared, kept in ((False, 2 * wide), (True, 3 * wide + 2 * wide // 4)):
+        plain = partial(swiglu, shared=shared)
+        other = recompute_modules(plain, ["norm", "act"])
+        found, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(params, batch()) for f in (other, plain))
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), found, expected)
+        assert saved_bytes(other, params, batch()) == kept
+
+
+def test_a_result_of_the_function_is_not_dropped():
+    def both(x):
+        h = jnp.tanh(x)
+        return h, checkpoint_name(h * x, "product")
+
+    jax.tree.map(np.testing.assert_array_equal, recompute_modules(both, ["product"])(batch()), both(batch()))
+
+
 def test_linen_modules_are_functions():
     class Dense(linen.Module):
         @linen.compact
