@@ -38,10 +38,11 @@ def causal_attention(
     _check_attention(q, k, v, attention_mask)
     batch, length, heads, width = q.shape
     groups = k.shape[2]
-    rows = heads // groups * length  # the query heads of one group are stacked along the rows
-    q = q.reshape(batch, length, groups, -1, width).permute(0, 2, 3, 1, 4).reshape(-1, rows, width)
-    k = k.permute(0, 2, 3, 1).reshape(-1, width, length)
-    v = v.transpose(1, 2).reshape(-1, length, v.shape[3])
+    share = heads // groups
+    rows = share * length  # the query heads of one group are stacked along the rows
+    q = q.reshape(batch, length, groups, share, width).permute(0, 2, 3, 1, 4).reshape(batch * groups, rows, width)
+    k = k.permute(0, 2, 3, 1).reshape(batch * groups, width, length)
+    v = v.transpose(1, 2).reshape(batch * groups, length, v.shape[3])
     q = name_value(q, "q")
     k = name_value(k, "k")
     v = name_value(v, "v")
@@ -50,16 +51,17 @@ def causal_attention(
         allowed = (allowed & attention_mask)[:, None]
     low = torch.finfo(q.dtype).min
     bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, low)
-    bias = bias.unsqueeze(-3).expand(*bias.shape[:-2], heads // groups, length, length)
+    bias = bias.unsqueeze(-3).expand(*bias.shape[:-2], share, length, length)
     if attention_mask is not None:
         bias = bias.expand(-1, groups, -1, -1, -1)
-    scores = torch.baddbmm(bias.reshape(-1, rows, length), q, k, alpha=width**-0.5)
+    bias = bias.reshape(1 if attention_mask is None else batch * groups, rows, length)
+    scores = torch.baddbmm(bias, q, k, alpha=width**-0.5)
     weights = at_least_float32(scores).softmax(-1).to(v.dtype)
     if attention_mask is not None:
-        weights = weights * allowed.any(-1).repeat(1, groups, heads // groups).view(-1, rows, 1)
+        weights = weights * allowed.any(-1).repeat(1, groups, share).view(batch * groups, rows, 1)
     weights = name_value(weights, "attention_weights")
-    mixed = torch.bmm(weights, v).view(batch, groups, -1, length, v.shape[2])
-    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, -1).view(batch, length, heads, v.shape[2])
+    mixed = torch.bmm(weights, v).view(batch, groups, share, length, v.shape[2])
+    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, v.shape[2])
 
 
 def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:

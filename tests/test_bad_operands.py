@@ -140,6 +140,10 @@ OPERATIONS = {  # what is called, and what it says
         lambda g: g.ops("causal_attention", g.array(1, 2, 3, 4), g.array(1, 2, 2, 4), g.array(1, 2, 2, 4)),
         "k: expected a divisor of q's 3 heads as number of groups, got 2",
     ),
+    "heads without channels": (
+        lambda g: g.ops("fused_attention", *[g.array(1, 2, 1, 0)] * 2, g.array(1, 2, 1, 4)),
+        "q: expected heads of at least one channel, got 0",
+    ),
     "keys of another type": (
         lambda g: g.ops("fused_attention", g.array(1, 2, 3, 4), g.array(1, 2, 3, 4, dtype="float16"), g.array(1)),
         "k: expected float32, the type of q, got float16",

@@ -48,6 +48,18 @@ def test_attention_against_loops(backend, name, shape, masked):
         np.testing.assert_array_equal(out[:, 0], 0.0)
 
 
+@pytest.mark.parametrize("shape", [(0, 3, 2, 4, 4), (2, 0, 2, 4, 4), (2, 3, 0, 4, 4), (2, 3, 2, 4, 0)])  # B, T, H, d, e
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["causal_attention", "fused_attention"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_of_nothing_is_empty(backend, name, shape, masked):
+    batch, length, heads, width, value_width = shape
+    q, k = np.zeros((batch, length, heads, width)), np.zeros((batch, length, 1, width))
+    mask = [np.ones((batch, length, length), bool)] if masked else []
+    out = call(backend, getattr(room(backend, "ops"), name), q, k, np.zeros((batch, length, 1, value_width)), *mask)
+    assert out.shape == (batch, length, heads, value_width)
+
+
 @pytest.mark.parametrize("name", ["causal_attention", "fused_attention"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_is_causal_to_the_last_bit(backend, name):

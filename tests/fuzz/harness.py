@@ -125,16 +125,18 @@ def check_nothing_grows(run: Callable[[], object], threads: int = 0, mebibytes: 
 
 
 class GrowthWatch:
-    """A detector of leaks in a long run: leaks grow in every window of programs, caches only once.
+    """A detector of leaks in a long run: leaks grow in every window of programs, caches only in the first ones.
 
     Args:
         programs: number of programs in a window.
         mebibytes: allowed growth of resident memory per window.
+        filling: number of windows at the start in which caches fill.
     """
 
-    def __init__(self, programs: int = 100, mebibytes: float = 8.0) -> None:
+    def __init__(self, programs: int = 100, mebibytes: float = 8.0, filling: int = 6) -> None:
         self._programs = programs
         self._mebibytes = mebibytes
+        self._filling = filling
         self._count = 0
         self._sizes: list[Growth] = []
 
@@ -145,7 +147,7 @@ class GrowthWatch:
             Wrong: if threads or memory grew in each of the last three windows.
         """
         self._count += 1
-        if self._count % self._programs:
+        if self._count % self._programs or self._count < self._filling * self._programs:
             return
         self._sizes = [*self._sizes[-3:], Growth()]
         pairs = [*pairwise(self._sizes)]

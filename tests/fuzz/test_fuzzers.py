@@ -29,17 +29,17 @@ def test_a_leak_is_seen_in_a_long_run(leaks):
     They are mapped, because an allocation may reuse memory that earlier tests of this process have freed.
     """
     leaked = []
-    watch = GrowthWatch(programs=8, mebibytes=4.0)
+    watch = GrowthWatch(programs=8, mebibytes=4.0, filling=2)
 
     def run(programs: int) -> None:
         for program in range(programs):
-            if leaks or program < 8:
+            if leaks or program < 24:
                 leaked.append(mmap.mmap(-1, 2 * 2**20))
                 leaked[-1].write(b"x" * 2 * 2**20)
             watch.check()
 
     if leaks:
         with pytest.raises(Wrong, match=r"resident memory grew in every 8 programs, MiB: \d+, \d+, \d+, \d+"):
-            run(32)
+            run(40)
     else:
         run(64)

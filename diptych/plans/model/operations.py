@@ -235,6 +235,8 @@ def check_attention(q: Operand, k: Operand, v: Operand, mask: Operand | None, na
     groups = k.shape[2]
     check_shape("k", k.shape, (batch, tokens, groups, width))
     check_shape("v", v.shape, (batch, tokens, groups, v.shape[3]))
+    if not width:
+        raise ValueError("q: expected heads of at least one channel, got 0")
     if not groups or heads % groups:
         raise ValueError(f"k: expected a divisor of q's {heads} heads as number of groups, got {groups}")
     if mask is not None:

@@ -1,7 +1,8 @@
 """Valid and invalid calls of the public operations, in both backends, by the reference and by kernels.
 
 The property: both backends, and reference and kernels, accept and refuse the same call with the same message, or their
-results and gradients agree within the tolerances.
+results and gradients agree within the tolerances. PyTorch runs some kernels as the operations of torch.library, which
+compiled models contain.
 """
 
 import contextlib
@@ -10,12 +11,15 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
+from diptych_kernels import library
+from diptych_kernels.torch_backend import TorchBackend
 from jax_impl import hyper_connections as jax_mhc
 from jax_impl import ops as jax_ops
 from parity.tolerances import OPERATION
@@ -27,8 +31,9 @@ HARD_CASES = frozenset(
     {
         *("linear", "add_bias", "rms_norm", "short_convolution", "rotary_embedding", "causal_attention", "dropout"),
         *("fused_attention", "masked_attention", "gelu", "swiglu", "cross_entropy", "sinkhorn", "compute_mappings"),
-        *("aggregate", "apply_h_res", "apply_h_post", "write_streams", "dropout_state", "kernels", "bad number"),
-        *("another shape", "another type", "a list", "numpy", "strided", "transformed", "differentiated twice"),
+        *("aggregate", "apply_h_res", "apply_h_post", "write_streams", "dropout_state", "kernels", "library"),
+        *("bad number", "another shape", "another type", "a list", "numpy", "strided", "transformed"),
+        "differentiated twice",
     }
 )
 B = 2
@@ -104,6 +109,8 @@ class Program:
     strided: bool
     transform: str
     seed: int
+    library: bool = False
+    """True if PyTorch calls the operation of torch.library."""
 
 
 def draw(rng: np.random.Generator) -> Program:
@@ -141,6 +148,7 @@ def draw(rng: np.random.Generator) -> Program:
         strided=bool(rng.random() < 0.3),
         transform=transform,
         seed=int(rng.integers(3)),
+        library=kernels and not transform and bool(rng.random() < 0.4),
     )
 
 
@@ -148,6 +156,7 @@ def features(program: Program) -> Iterator[str]:
     """See tests.fuzz.harness.Fuzzer."""
     yield program.name
     yield from ("kernels",) * (program.impl == "triton") + ("strided",) * program.strided
+    yield from ("library",) * program.library
     if program.change is not None:
         yield program.change[0]
     if program.transform:
@@ -237,12 +246,18 @@ def run(p: Program, backend: Backend) -> list[np.ndarray] | str:
     floating = [n for n, x in values(p).items() if x.dtype == np.float64 and hasattr(given[n], "dtype")]
     floating = [n for n in floating if "float" in str(given[n].dtype) and not isinstance(given[n], np.ndarray)]
     function = backend.function(p)
+    applied = patch.object(TorchBackend, "apply", _from_library) if p.library else contextlib.nullcontext()
     try:
-        return (_run_torch if backend.is_torch else _run_jax)(p, function, given, floating)
+        with applied:
+            return (_run_torch if backend.is_torch else _run_jax)(p, function, given, floating)
     except (ValueError, IndexError, RuntimeError) as error:
         if not re.match(r"[\w.\[\]]+: expected |differentiating twice: ", str(error)):
             raise
         return str(error)
+
+
+def _from_library(_: TorchBackend, operation: Any, static: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    return library.apply(operation, static, *inputs)
 
 
 def _cotangents(shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
@@ -350,6 +365,8 @@ def _begin() -> None:
             for transform in transforms:
                 if impl == "reference" or transform != "mapped":
                     check(Program(name, impl, "float64", None, False, transform, 0))
+            if impl == "triton":
+                check(Program(name, impl, "float64", None, False, "", 0, library=True))
 
 
 def _words(message: str) -> str:
