@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import Link, OffloadError
-from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.offload.memory import OffloadedMemory, memory_of
 from reference_torch.offload.statistics import OffloadStatistics
 
 
@@ -35,6 +35,8 @@ class OffloadedGradients:
         """Memory of the gradient of a parameter, by the id of the parameter."""
         self._host: dict[int, UntypedStorage] = {}
         """Host memory for the next gradient of a parameter, by the id of the parameter."""
+        self._kept: weakref.WeakSet[OffloadedMemory] = weakref.WeakSet()
+        """Memories of former gradients that other code holds."""
         self._arrived: dict[int, nn.Parameter] = {}
         """Parameters to whose gradients the running backward adds, by id."""
         self._outgoing: list[OffloadedMemory] = []
@@ -99,8 +101,9 @@ class OffloadedGradients:
         with self._lock:
             for handle in self._handles.values():
                 handle.remove()
-            for memory in self._memories.values():
+            for memory in (*self._memories.values(), *self._kept):
                 memory.release()
+            self._kept.clear()
             for known in (self._handles, self._memories, self._host, self._layers, self._arrived):
                 known.clear()
             self._outgoing.clear()
@@ -127,12 +130,21 @@ class OffloadedGradients:
 
     def _known(self, parameter: nn.Parameter) -> OffloadedMemory | None:
         """Return the memory of a parameter's present gradient, or None if that gradient never moved."""
+        gradient = parameter.grad
         memory = self._memories.get(id(parameter))
-        if memory is None or memory.tensors[0] is parameter.grad:
-            return memory
-        self._host[id(parameter)] = memory.host  # the link copies in order, so a copy that still runs does no harm
-        del self._memories[id(parameter)]
-        return None
+        if memory is not None and memory.tensors[0] is not gradient:
+            del self._memories[id(parameter)]
+            if memory.is_dropped:
+                self._host[id(parameter)] = memory.host  # copies run in order, so one that still runs does no harm
+                memory.forget_tensors()
+            else:
+                self._kept.add(memory)
+            memory = None
+        if memory is None and gradient is not None:
+            memory = memory_of(gradient)  # of a gradient that other code kept, or of another parameter
+            if memory is not None:
+                self._memories[id(parameter)] = memory
+        return memory
 
     def _memory_for(self, parameter: nn.Parameter) -> OffloadedMemory | None:
         """Return the memory of a parameter's gradient, a new one for a new gradient; None: the gradient stays."""

@@ -7,6 +7,7 @@ or write from Python then fetches the memory first, and changes are copied back 
 
 import contextlib
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -91,14 +92,19 @@ class OffloadedTensor(_Offloaded, Tensor):
         return f"OffloadedTensor(shape={tuple(self.shape)})"
 
 
+def memory_of(tensor: Tensor) -> "OffloadedMemory | None":
+    """Return the memory of a tensor whose layer is not in use, or None for an ordinary tensor."""
+    return vars(tensor)["_memory"] if isinstance(tensor, _Offloaded) else None
+
+
 def host_value(tensor: Tensor) -> Tensor:
     """Return a tensor with the current bytes of ``tensor`` that can be read or written without a fetch.
 
     It is the host copy if the memory is on the host, else the tensor itself.
     """
-    if not isinstance(tensor, _Offloaded):
+    memory = memory_of(tensor)
+    if memory is None:
         return tensor
-    memory: OffloadedMemory = vars(tensor)["_memory"]
     if not memory.is_on_device:
         return memory.host_view(tensor)
     with torch._C.DisableTorchFunctionSubclass():
@@ -107,10 +113,9 @@ def host_value(tensor: Tensor) -> Tensor:
 
 def fetch_now(tensor: Tensor) -> None:
     """Fetch the memory of a tensor if it is on the host."""
-    if isinstance(tensor, _Offloaded):
-        memory: OffloadedMemory = vars(tensor)["_memory"]
-        if not memory.is_on_device:
-            memory.fetch_now()
+    memory = memory_of(tensor)
+    if memory is not None and not memory.is_on_device:
+        memory.fetch_now()
 
 
 class OffloadedMemory:
@@ -180,6 +185,12 @@ class OffloadedMemory:
             return any(_is_saved_elsewhere(tensor, saved, self._holders) for tensor in self.tensors)
 
     @property
+    def is_dropped(self) -> bool:
+        """True if no other code holds the only tensor in this memory."""
+        references = sys.getrefcount(self.tensors[0]) - 1  # without the argument's
+        return references <= 1 and internals.tensor_holders(self.tensors[0]) <= 1
+
+    @property
     def is_changed(self) -> bool:
         """True if the tensors changed after they were copied to the host."""
         return self._is_on_device and self._copied_at != self._version
@@ -195,6 +206,11 @@ class OffloadedMemory:
         changed = self.is_changed
         self.tensors += [tensor for tensor in tensors if id(tensor) not in known]
         self._copied_at = () if changed else self._version
+
+    def forget_tensors(self) -> None:
+        """Release the tensors, which refer to this memory while they are guarded, without waiting for a collection."""
+        self.unguard()
+        self.tensors.clear()
 
     def note_alias(self, alias: Tensor) -> None:
         """Record a tensor in this memory that a graph saved under offload's hooks."""
@@ -241,6 +257,7 @@ class OffloadedMemory:
             self.fetch()
             self.wait_for_fetch()
             self.unguard()
+            self.note_change()  # the caller may write it through .data or an alias, which no version counts
             return
         self._fetch_layer()
         # A closed manager fetches nothing. The device may have had no room when it was closed.

@@ -18,7 +18,7 @@ def check_is_per_parameter(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         actual = f"a {kind.__name__} with step hooks, which would run once per layer with its parameters alone"
-    elif not kind.__module__.startswith("torch.optim."):
+    elif not f"{kind.__module__}.".startswith("torch.optim."):
         actual = f"{kind.__module__}.{kind.__qualname__}, which may not do so"
     elif isinstance(optimizer, torch.optim.LBFGS):
         raise OffloadError(

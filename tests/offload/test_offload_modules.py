@@ -1,6 +1,7 @@
 """offload_modules in models that this project did not write, with what training loops use."""
 
 import copy
+import gc
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from reference_torch.offload import OffloadError, offload_modules
+from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.rank_pool import RankPool
 from reference_torch.recompute import recompute_modules
 from tests.everywhere.torch_models import MODELS, NAMES, assert_same, build
@@ -65,6 +67,94 @@ def test_optimizer_state_and_gradients_move(name):
     manager = offload_modules(other, MODELS[name].offloaded, optimizer_state=True, gradients=True)
     assert_same(train(other, MODELS[name].inputs(), manager), expected)
     manager.close()
+
+
+def linear_layers() -> nn.Sequential:
+    """Three layers; each call returns equal weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+
+def test_gradients_that_other_code_keeps_are_not_overwritten():
+    """Those of two tasks, combined later, swapped, and put back for another backward."""
+
+    def run(offload: bool) -> list[torch.Tensor]:
+        model = linear_layers()
+        manager = offload_modules(model, ["*"], gradients=True) if offload else None
+        tasks = []
+        for task in range(2):
+            model.zero_grad()
+            model(torch.full((1, 4), 1.0 + task)).square().sum().backward()
+            tasks.append([p.grad for p in model.parameters()])
+        for p, gradient in zip(model.parameters(), tasks[0], strict=True):
+            p.grad = gradient
+        first, last = model[0].weight, model[2].weight
+        first.grad, last.grad = last.grad, first.grad
+        for task in range(2):
+            model(torch.full((1, 4), 3.0 + task)).square().sum().backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        kept = model[1].weight.grad
+        model.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        if manager is not None:
+            manager.close()
+        return [*found, kept.clone(), *(gradient.clone() for gradient in tasks[1])]
+
+    assert all(torch.equal(ours, plain) for ours, plain in zip(run(True), run(False), strict=True))
+
+
+@pytest.mark.parametrize("write", ["data", "numpy", "scaler"])
+def test_writes_to_gradients_that_no_version_counts(write):
+    """Between backward and the updates of two optimizers, which both see them."""
+
+    def run(offload: bool) -> list[torch.Tensor]:
+        model = linear_layers()
+        optimizers = [torch.optim.SGD([p for p in model.parameters() if p.ndim == axes], 0.1) for axes in (2, 1)]
+        manager = offload_modules(model, ["*"], gradients=True) if offload else None
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        loss = model(torch.ones(1, 4)).sum()
+        (scaler.scale(loss) if write == "scaler" else loss).backward()
+        for optimizer in optimizers if write == "scaler" else ():
+            scaler.unscale_(optimizer)
+        for p in model.parameters():
+            if write == "data":
+                p.grad.data.clamp_(-0.1, 0.1)
+            elif write == "numpy":
+                p.grad.numpy()[...] *= 0.5
+        for optimizer in optimizers:
+            optimizer.step() if manager is None else manager.step(optimizer)
+        return [x.clone() for p in model.parameters() for x in (p.detach(), p.grad)]
+
+    assert all(torch.equal(ours, plain) for ours, plain in zip(run(True), run(False), strict=True))
+
+
+def test_gradients_that_are_dropped_need_no_garbage_collection():
+    model = linear_layers()
+    manager = offload_modules(model, ["*"], gradients=True)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            model(torch.ones(1, 4)).sum().backward()
+            model.zero_grad()
+        assert sum(type(each) is OffloadedMemory for each in gc.get_objects()) <= 2 * 6
+    finally:
+        gc.enable()
+    manager.close()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+def test_optimizers_that_pytorch_exports_from_its_package(kind):
+    def run(offload: bool) -> list[torch.Tensor]:
+        model = linear_layers()
+        optimizer = kind([p for p in model.parameters() if p.ndim == 2], 0.1)
+        manager = offload_modules(model, ["*"], optimizer_state=True) if offload else None
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step() if manager is None else manager.step(optimizer)
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(torch.equal(ours, plain) for ours, plain in zip(run(True), run(False), strict=True))
 
 
 def assert_same_state(ours: dict, theirs: dict) -> None:

@@ -37,6 +37,7 @@ class Run:
         self.early = [p.detach() for p in self.model.parameters()][:3] if program.early_alias else []
         self.aliases: list[Any] = []
         self.losses: list[Tensor] = []
+        self.gradients: list[dict[str, Tensor]] = []
         self.saved: dict[str, Tensor] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         self.manager: TensorOffloadManager | None = None
@@ -62,6 +63,7 @@ class Run:
     def end(self) -> dict[str, Any]:
         """Return everything that is visible to the user."""
         gradients = {f"gradient of {k}": p.grad for k, p in self.model.named_parameters() if p.grad is not None}
+        kept = {f"kept {n} {k}": g.clone() for n, each in enumerate(self.gradients) for k, g in each.items()}
         aliases = {f"alias {k}": torch.as_tensor(a).clone() for k, a in enumerate([*self.early, *self.aliases])}
         state = {k: v.clone() for k, v in self.model.state_dict().items()}
         if self.manager is not None:
@@ -71,7 +73,7 @@ class Run:
             self.manager.close()
         parameters = {f"now {k}": p.detach().clone() for k, p in self.model.named_parameters()}
         buffers = {f"now {k}": b.clone() for k, b in self.model.named_buffers()}
-        return gradients | aliases | state | parameters | buffers
+        return gradients | kept | aliases | state | parameters | buffers
 
     def close(self) -> None:
         """Drop all references, and close the manager in half of the programs."""
@@ -200,6 +202,24 @@ class Run:
         else:
             with torch.no_grad():
                 parameter.copy_(parameter * 0.5) if number % 3 == 1 else parameter.add_(0.125)
+
+    def _keep_gradients(self, number: int) -> None:
+        """Keep the gradients, or put back those of another time."""
+        named = dict(self.model.named_parameters())
+        self.gradients.append({k: p.grad for k, p in named.items() if p.grad is not None})
+        if number % 3 == 0:
+            for key, gradient in self.gradients[number % len(self.gradients)].items():
+                if gradient.device == named[key].device:
+                    named[key].grad = gradient
+        elif number % 3 == 1:
+            self.model.zero_grad()
+
+    def _write_gradients(self, number: int) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and number % 3 == 0:
+                parameter.grad.data.mul_(0.5)
+            elif parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.5 if number % 3 == 1 else parameter.grad.mul_(0.5)
 
     def _read_parameters(self, number: int) -> dict[str, Any]:
         if number % 2:

@@ -35,6 +35,8 @@ ACTIONS = {
     "write alias": 3,
     "drop aliases": 1,
     "write parameter": 3,
+    "keep gradients": 3,
+    "write gradients": 3,
     "read parameters": 2,
     "penalty": 4,
     "torch.save": 3,
