@@ -188,15 +188,18 @@ class _Buffer(NamedTuple):
     owner: nn.Module
     name: str
     tensor: Tensor
-    version: int
+    version: int | None
+    """None for an inference tensor, which only another tensor can replace."""
     content: Tensor
-    """A copy."""
+    """A copy; of an inference tensor, itself."""
 
     @property
     def may_be_changed(self) -> bool:
         """True unless the buffer is certainly as it was; batch norms change their statistics without a new version."""
-        if self.owner._buffers.get(self.name) is not self.tensor or self.tensor._version != self.version:
+        if self.owner._buffers.get(self.name) is not self.tensor:
             return True
+        if self.version is None or self.tensor._version != self.version:
+            return self.version is not None
         if isinstance(self.owner, _NormBase) or self.content.nbytes <= SMALL_BUFFER:
             return True
         with _unrecorded():  # F.batch_norm on buffers of any module
@@ -226,9 +229,11 @@ def _buffers(module: nn.Module) -> list[_Buffer]:
     owned = [(part, name, t) for part in module.modules() for name, t in part._buffers.items()]
     with _unrecorded():
         return [
-            _Buffer(part, name, t, t._version, t.detach().clone())
+            _Buffer(part, name, t, None, t)
+            if t.is_inference()
+            else _Buffer(part, name, t, t._version, t.detach().clone())
             for part, name, t in owned
-            if t is not None and not t.is_inference()
+            if t is not None
         ]
 
 
@@ -236,16 +241,20 @@ def _buffers(module: nn.Module) -> list[_Buffer]:
 def _as_before(buffers: Sequence[_Buffer]) -> Iterator[None]:
     """Give buffers their earlier content and version for a while."""
     with _unrecorded():
-        present = [(b, b.owner._buffers[b.name], b.tensor.detach().clone(), b.tensor._version) for b in buffers]
+        own = [buffer for buffer in buffers if buffer.version is not None]
+        present = [(b, b.owner._buffers[b.name]) for b in buffers]
+        contents = [(b.tensor, b.tensor.detach().clone(), b.tensor._version) for b in own]
         for buffer in buffers:
             buffer.owner._buffers[buffer.name] = buffer.tensor
-            _fill(buffer.tensor, buffer.content, buffer.version)
+        for buffer in own:
+            _fill(buffer.tensor, buffer.content, buffer.version or 0)
     try:
         yield
     finally:
         with _unrecorded():
-            for buffer, tensor, content, version in present:
-                _fill(buffer.tensor, content, version)
+            for tensor, content, version in contents:
+                _fill(tensor, content, version)
+            for buffer, tensor in present:
                 buffer.owner._buffers[buffer.name] = tensor
 
 

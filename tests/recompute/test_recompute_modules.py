@@ -330,6 +330,35 @@ def test_large_statistics_are_updated_once():
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
 
+class Average(nn.Module):
+    """A module that replaces its buffer and reads the new one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x):
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean((0, 1))
+        return torch.sigmoid(x * self.average)
+
+
+def test_a_buffer_that_inference_has_replaced():
+    """It is an inference tensor, which has no version and cannot be written."""
+    results = []
+    for recompute in (False, True):
+        found = model(False)
+        found.blocks[1].activation = nn.Sequential(nn.Linear(32, 8), Average(), nn.Linear(8, 32))
+        if recompute:
+            recompute_modules(found, {"blocks.1": ["activation"]})
+        batch = inputs()["x"]
+        with torch.inference_mode():
+            found(batch)
+        for _ in range(2):
+            found(batch).square().sum().backward()
+        results.append([batch.grad, *(p.grad for p in found.parameters()), *found.buffers()])
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+
+
 MISTAKES = [
     ({}, ValueError, "expected at least one pattern, got none"),
     ({"blocks.*": []}, ValueError, "modules, blocks.0: expected at least one pattern, got none"),
