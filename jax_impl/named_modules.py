@@ -61,6 +61,9 @@ def call_through(
         module: the module.
         args: positional arguments; arrays and nnx nodes among them are arguments of the transformed function.
         kwargs: keyword arguments, likewise.
+
+    Raises:
+        ValueError: the call sets or adds an attribute, whose change a function of arrays would lose.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     node_places = [place for place, leaf in enumerate(leaves) if is_node(leaf)]
@@ -76,22 +79,36 @@ def call_through(
             found[place] = leaf
         args, kwargs = jax.tree.unflatten(structure, found)
         output = call(module, *args, **kwargs)
+        graph_after, state_after = nnx.split([module, *others])
+        if graph_after != graph:
+            raise ValueError(
+                f"{type(module).__name__}: expected a call that changes the values of Variables only, got one that "
+                "sets or adds attributes or Variables, as sow does; keep such state in an nnx.Variable that exists "
+                "before the call, or do not choose this module"
+            )
         before = _values(state)
-        after = _values(nnx.state([module, *others]))
+        after = _values(state_after)
         changed[:] = [path for path in after if after[path] is not before[path]]
         return output, [after[path] for path in changed]
 
     output, values = transform(run)(state, [leaves[place] for place in array_places])
     if changed:
         present = dict(nnx.to_flat_state(state))
-        updated = {path: present[path].replace(value) for path, value in zip(changed, values, strict=True)}
+        updated = {path: _replaced(present[path], value) for path, value in zip(changed, values, strict=True)}
         nnx.update(nodes, nnx.from_flat_state(updated))
     return output
 
 
 def _values(state: Any) -> dict[Any, Any]:
     """Return the arrays of a state by path."""
-    return {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    return {
+        path: leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for path, leaf in nnx.to_flat_state(state)
+    }
+
+
+def _replaced(leaf: Any, value: Any) -> Any:
+    """Return the leaf of a state with another value: a Variable, or an array that is an attribute."""
+    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
 
 def is_node(value: Any) -> bool:

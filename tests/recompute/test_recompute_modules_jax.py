@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
 from jax_impl.added_connections import add_hyper_connections
+from jax_impl.offload import offload_modules
 from jax_impl.recompute import recompute_modules
 
 CHOSEN = {"blocks.*": ["norm", "activation", "dropout", "batch_norm"]}
@@ -309,6 +310,46 @@ def test_second_derivatives(chosen, tolerance):
 def test_forward_mode_is_refused_by_name():
     with pytest.raises(TypeError, match="forward-mode autodiff"):
         jax.jvp(recomputed("flax transformer"), (batch(),), (batch(),))
+
+
+class Counts(nnx.Module):
+    """A module that counts its calls in an attribute of Python."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.weight = nnx.Param(jnp.ones(8))
+        self.table = jnp.full((8,), 2.0)
+
+    def __call__(self, x, counts=True, keeps=False):
+        if counts:
+            self.calls += 1
+        if keeps:
+            self.mean = nnx.Intermediate(x.mean())
+        return x * self.weight[...] * self.table * (1 + self.calls)
+
+
+class Around(nnx.Module):
+    """A module around another one."""
+
+    def __init__(self, part: nnx.Module) -> None:
+        self.part = part
+
+    def __call__(self, x, **options):
+        return self.part(x, **options)
+
+
+@pytest.mark.parametrize("technique", ["recompute", "offload"])
+def test_attributes_that_a_call_changes_are_refused(technique):
+    """Their change would be lost without a word. Arrays that are attributes are state like Variables."""
+    model = Around(Counts())
+    if technique == "recompute":
+        recompute_modules(model, {"": ["part"]})
+    else:
+        offload_modules(model, ["part"])
+    assert jnp.array_equal(model(batch(), counts=False), 2.0 * batch())
+    for options in ({}, {"counts": False, "keeps": True}):
+        with pytest.raises(ValueError, match="Counts: expected a call that changes the values of Variables only"):
+            model(batch(), **options)
 
 
 # functions
