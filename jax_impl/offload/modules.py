@@ -136,7 +136,8 @@ def offload_modules(
 
     Raises:
         TypeError: model is no nnx.Module, or modules is no list of texts.
-        ValueError: a pattern matches nothing, a match lies inside of another, or a module is offloaded already.
+        ValueError: a pattern matches nothing, a match lies inside of another, a module is offloaded already, or one
+            that stays shares a parameter with one that moves.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model: expected an nnx.Module, got {type(model).__name__}")
@@ -156,7 +157,24 @@ def offload_modules(
             raise ValueError(f"modules: expected modules without offload, got {name}, which has it; close() it first")
         if not jax.tree.leaves(nnx.state(module, nnx.Param)):
             raise ValueError(f"modules: expected modules with parameters, got {name}, which has none")
+    _check_sharing(found, chosen)
     return OffloadedModules(chosen, activation_min_bytes if activations else None, optimizer_state)
+
+
+def _check_sharing(modules: dict[str, nnx.Module], chosen: dict[str, nnx.Module]) -> None:
+    """Reject parameters of chosen modules that other modules share, which JAX cannot read from the host."""
+    moved = {
+        id(node) for module in chosen.values() for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)
+    }
+    for name, module in modules.items():
+        if any(name == other or name.startswith(f"{other}." if other else "") for other in chosen):
+            continue
+        shared = next((key for key, value in vars(module).items() if id(value) in moved), None)
+        if shared is not None:
+            raise ValueError(
+                f"modules: expected parameters that no other module shares, got {shared!r} of {name or 'the model'!r}, "
+                "which belongs to a chosen module too; choose both modules or neither"
+            )
 
 
 @cache

@@ -141,9 +141,9 @@ class OffloadedGradients:
                 self._kept.add(memory)
             memory = None
         if memory is None and gradient is not None:
-            memory = memory_of(gradient)  # of a gradient that other code kept, or of another parameter
-            if memory is not None:
-                self._memories[id(parameter)] = memory
+            former = memory_of(gradient)  # if other code kept the gradient, or took it from another parameter
+            if former is not None and (former in self._kept or any(former is m for m in self._memories.values())):
+                memory = self._memories[id(parameter)] = former
         return memory
 
     def _memory_for(self, parameter: nn.Parameter) -> OffloadedMemory | None:

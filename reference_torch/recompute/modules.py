@@ -345,11 +345,11 @@ def _saved_bytes(model: nn.Module, places: Sequence[str], inputs: Any, options: 
         note_all(output)
         stack.pop()
 
-    modules = dict(model.named_modules())
     handles = []
     for name in places:
-        handles.append(modules[name].register_forward_pre_hook(enter(name), with_kwargs=True))
-        handles.append(modules[name].register_forward_hook(leave, always_call=True))
+        module = model.get_submodule(name)  # a shared module has several names
+        handles.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
     try:
         with saved_tensors_hooks(note, lambda tensor: tensor):
             output = model(*inputs, **options)

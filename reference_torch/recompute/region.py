@@ -310,6 +310,9 @@ class Region:
         inputs = [leaves[i] for i in self._places]
         self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._require_grad = [t.requires_grad for t in inputs]
+        first = {id(tensor): number for number, tensor in reversed([*enumerate(inputs)])}
+        self._same_as = [first[id(tensor)] for tensor in inputs]
+        """Number of the first input that is the same object, which functions such as attention(x, x, x) look at."""
         self._versions = [t._version for t in inputs]
         self._forward_inputs = inputs
         """The inputs until forward ends."""
@@ -511,8 +514,11 @@ class Region:
             ) from error
         leaves = list(self._constants)
         tensors = []
-        for place, tensor, requires_grad in zip(self._places, inputs, self._require_grad, strict=True):
-            leaves[place] = tensor.detach().requires_grad_(requires_grad)
+        for number, (place, tensor, requires_grad) in enumerate(
+            zip(self._places, inputs, self._require_grad, strict=True)
+        ):
+            same = self._same_as[number]
+            leaves[place] = tensors[same] if same < number else tensor.detach().requires_grad_(requires_grad)
             tensors.append(leaves[place])
         if self._structure is None:
             return tuple(leaves), {}, tensors

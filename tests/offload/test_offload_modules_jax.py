@@ -206,6 +206,16 @@ def test_mistakes_are_named(make, modules, settings, kind, message):
         offload_modules(make(), modules, **settings)
 
 
+def test_a_parameter_that_another_module_shares_is_refused():
+    model = nnx.Sequential(*(nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(3)))
+    model.layers[2].kernel = model.layers[0].kernel
+    with pytest.raises(ValueError, match=r"no other module shares, got 'kernel' of 'layers\.2', which belongs to a"):
+        offload_modules(model, ["layers.0"])
+    expected = model(batch())
+    offload_modules(model, ["layers.0", "layers.2"])
+    np.testing.assert_allclose(model(batch()), expected, rtol=1e-12)
+
+
 def test_a_second_offload_and_a_late_close_are_refused():
     model = Model()
     handle = offload_modules(model, ["blocks.*"])

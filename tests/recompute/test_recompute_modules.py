@@ -359,6 +359,34 @@ def test_a_buffer_that_inference_has_replaced():
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
 
+class Attends(nn.Module):
+    """Self-attention, which PyTorch computes in another way if its three inputs are one object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("names", [["attention"], ["first", "second"]])
+def test_one_input_given_several_times_and_one_module_under_two_names(names):
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        found = nn.Sequential(Attends())
+        found[0].first = found[0].second = nn.Dropout(0.2)
+        found[0].forward = lambda x, own=found[0]: own.second(own.first(Attends.forward(own, x)))
+        batch = inputs()["x"]
+        if recompute:
+            handle = recompute_modules(found, {"0": names})
+            assert {"0", *(f"0.{name}" for name in names)} < handle.report(batch).keys()
+        found(batch * 1.0).square().sum().backward()
+        results.append([batch.grad, *(p.grad for p in found.parameters())])
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+
+
 MISTAKES = [
     ({}, ValueError, "expected at least one pattern, got none"),
     ({"blocks.*": []}, ValueError, "modules, blocks.0: expected at least one pattern, got none"),

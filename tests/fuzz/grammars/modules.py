@@ -62,12 +62,10 @@ ACTIONS = {
 KNOWN = frozenset(
     {
         "recompute then split",  # split_model traces recompute with fake tensors, which fails in torch.equal
-        "attention in recompute",  # a replay of attention(x, x, x) receives three tensors, and takes another path
         "first trace in a checkpoint",  # a stage that is traced inside torch.utils.checkpoint saves fake tensors there
         "buffer around cuts",  # self.steps += 1 in code around a cut gives later stages a fake tensor as buffer
         "shared part by two names",  # recompute of a shared module by one name, and of a submodule of it by another
         "cut after a whole list",  # a list of blocks without a cut inside is empty in later stages, which run the loop
-        "report of shared submodules",  # KeyError of a submodule's second name
         "checkpoint of recompute in offload",  # checkpoint(part, x) of a part with offload and then recompute
         "deepcopy of traced stages",  # traces hold fake tensors with a graph, which cannot be copied
     }
@@ -137,8 +135,6 @@ def _actions(rng: np.random.Generator, techniques: tuple[str, ...], kinds: set[s
         actions.insert(0, "compile")
     if techniques == ("hyper",):  # compared with a tolerance
         actions = [name for name in actions if name not in ("autocast", "load", "penalty")]
-    if shared and "recompute" in techniques and "report of shared submodules" in KNOWN:
-        actions = ["read" if name == "report" else name for name in actions]
     if "weight norm" in kinds:  # PyTorch does not pickle parametrized modules
         actions = ["deepcopy" if name == "pickle" else name for name in actions]
     if "split" in techniques and "deepcopy of traced stages" in KNOWN:
@@ -201,8 +197,7 @@ def _technique(
 
 def _submodules(rng: np.random.Generator, block: BlockSpec, shared: bool, offloaded: bool) -> tuple[str, ...]:
     """Draw patterns of submodules of a block."""
-    attends = [k for k, part in enumerate(block.parts) if part.kind.startswith("attention")]
-    known = {*attends} if "attention in recompute" in KNOWN else set()
+    known: set[int] = set()
     if offloaded and "checkpoint of recompute in offload" in KNOWN:
         known |= {k for k, part in enumerate(block.parts) if part.way == "checkpointed"}
     if rng.random() < 0.1 and not known:
