@@ -61,7 +61,8 @@ def causal_attention(
         weights = weights * allowed.any(-1).repeat(1, groups, share).view(batch * groups, rows, 1)
     weights = name_value(weights, "attention_weights")
     mixed = torch.bmm(weights, v).view(batch, groups, share, length, v.shape[2])
-    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, v.shape[2])
+    mixed = mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, heads * v.shape[2])  # contiguous for the next product
+    return mixed.view(batch, length, heads, v.shape[2])
 
 
 def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:
