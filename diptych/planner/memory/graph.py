@@ -483,7 +483,7 @@ class GraphBuilder:
         output = self.activation("mlp_output", config.hidden_size)
         nodes.append(Node([outputs, factors], [weighted], [outputs, factors], region, backward_scratch=rows.size))
         nodes.append(Node([weighted], [ordered, back], [back], region, backward_scratch=rows.size))
-        nodes.append(Node([ordered], [output], [], region, alive=[weighted, back]))
+        nodes.append(Node([ordered], [output], [], region, alive=[weighted, back, normed]))
         if config.moe_shared_expert_intermediate_size is None:
             return output
         return self._with_shared_expert(nodes, normed, output, name, layer)
