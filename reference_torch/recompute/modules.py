@@ -198,8 +198,10 @@ class _Buffer(NamedTuple):
         """True unless the buffer is certainly as it was; batch norms change their statistics without a new version."""
         if self.owner._buffers.get(self.name) is not self.tensor:
             return True
-        if self.version is None or self.tensor._version != self.version:
-            return self.version is not None
+        if self.version is None:
+            return False
+        if self.tensor._version != self.version:
+            return True
         if isinstance(self.owner, _NormBase) or self.content.nbytes <= SMALL_BUFFER:
             return True
         with _unrecorded():  # F.batch_norm on buffers of any module
