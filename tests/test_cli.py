@@ -5,9 +5,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -302,14 +302,16 @@ def test_jax_is_not_one_of_several_processes(corpus, capsys, monkeypatch):
     message = "backend: expected 'torch' under torchrun, got 'jax'; start each of its processes by itself, with --coord"
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv(launch.CHILD, "1")
-    monkeypatch.setattr(launch, "REPORT_SECONDS", 2.0)  # half of it, in a process of the launcher
-    for rank, local_rank, waits in (("0", "0", False), ("1", "1", True), ("2", "0", False), ("3", "1", True)):
+    waited = []
+    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=waited.append))
+    half = [launch.REPORT_SECONDS / 2]  # of a process of the launcher
+    for rank, local_rank, waits in (("0", "0", []), ("1", "1", half), ("2", "0", []), ("3", "1", half)):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        begin = time.monotonic()
+        waited.clear()
         assert diptych(f"train --backend jax {SMALL} --data-path", corpus) == 2
         assert re.search(message, capsys.readouterr().err)
-        assert (time.monotonic() - begin >= 1.0) == waits
+        assert waited == waits
 
 
 LATE = """

@@ -81,7 +81,7 @@ def test_an_output_that_cannot_be_sent_is_refused_at_once(output, schedule):
         program = Program(2, schedule, stages, 4, virtual=2)
     begin = time.monotonic()
     outcome = check(program)
-    assert time.monotonic() - begin < 10.0
+    assert time.monotonic() - begin < 30.0
     assert outcome.verdict == REFUSED
     assert re.search(SAYS[output], outcome.detail), outcome.detail
 
