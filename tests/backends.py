@@ -35,8 +35,8 @@ def draws_are_fixed() -> bool:
     return settings.default.derandomize and settings.default.max_examples >= 25
 
 
-def room(backend: str, name: str):
-    """A backend's module, e.g. ``room("jax", "ops")``."""
+def backend_module(backend: str, name: str):
+    """A backend's module, e.g. ``backend_module("jax", "ops")``."""
     return importlib.import_module(f"{PACKAGES[backend]}.{name}")
 
 
@@ -95,7 +95,7 @@ def model_gradients(
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Logits of a new model and every parameter's gradient under a cotangent of the logits."""
     call = make_inputs([tokens], arguments)
-    model = IMPLEMENTATIONS[backend](room(backend, "transformer").GPTModel(config), call)
+    model = IMPLEMENTATIONS[backend](backend_module(backend, "transformer").GPTModel(config), call)
     run = model.run(Values(call.arrays, model.parameters), config.params_dtype, {OUTPUT: cotangent})
     return run.outputs[OUTPUT], run.parameter_gradients
 
@@ -105,7 +105,7 @@ def rounds(count: int) -> Iterator[None]:
     """As many rounds of random numbers in both backends."""
     with pytest.MonkeyPatch.context() as patch:
         for backend in BACKENDS:
-            patch.setattr(room(backend, "ops"), "ROUNDS", count)
+            patch.setattr(backend_module(backend, "ops"), "ROUNDS", count)
         yield
 
 
@@ -119,4 +119,6 @@ def tiny_corpus(length: int = 4096, seed: int = 0) -> Corpus:
 def trainers(config: TransformerConfig, train, corpus: Corpus | None = None):
     """A new trainer of each backend, for the same run."""
     corpus = corpus or tiny_corpus()
-    return room("torch", "train").Trainer(config, train, corpus, device="cpu"), JaxTrainer(config, train, corpus)
+    return backend_module("torch", "train").Trainer(config, train, corpus, device="cpu"), JaxTrainer(
+        config, train, corpus
+    )

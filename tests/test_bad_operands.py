@@ -10,7 +10,7 @@ import torch
 
 from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels import torch_backend as torch_ops
-from tests.backends import BACKENDS, room
+from tests.backends import BACKENDS, backend_module
 
 LIBRARIES = {"torch": torch_ops, "jax": jax_ops}
 
@@ -29,10 +29,10 @@ class Given:
 
     def state(self, *shape: int, **changes):
         rows = self.array(*shape, dtype="int64" if self.backend == "torch" else "uint32")
-        return room(self.backend, "ops").DropoutState(1, 2, rows, rows)._replace(**changes)
+        return backend_module(self.backend, "ops").DropoutState(1, 2, rows, rows)._replace(**changes)
 
     def call(self, module: str, name: str, *args, **kwargs):
-        return inspect.unwrap(getattr(room(self.backend, module), name))(*args, **kwargs)
+        return inspect.unwrap(getattr(backend_module(self.backend, module), name))(*args, **kwargs)
 
     def ops(self, name: str, *args, **kwargs):
         return self.call("ops", name, *args, **kwargs)
@@ -249,7 +249,7 @@ def test_kernels_refuse_bad_operands(backend, what):
 
 def test_sparse_tensors_are_refused():
     sparse = torch.eye(4).to_sparse()
-    for call in (torch_ops.gelu, inspect.unwrap(room("torch", "ops").gelu)):
+    for call in (torch_ops.gelu, inspect.unwrap(backend_module("torch", "ops").gelu)):
         with pytest.raises(ValueError, match="x: expected a dense array of the backend's framework, got sparse_coo"):
             call(sparse)
 
@@ -259,5 +259,5 @@ def test_targets_that_are_no_token_ids(wrong):
     """int64's least number is what PyTorch's own loss was told to leave out."""
     targets = torch.tensor([[0, wrong]])
     with pytest.raises(IndexError, match=rf"targets: expected token ids in \[0, 5\), got {wrong}"):
-        room("torch", "ops").cross_entropy(torch.zeros(1, 2, 5), targets)
-    assert np.isnan(room("jax", "ops").cross_entropy(jnp.zeros((1, 2, 5)), jnp.asarray([[0, wrong]])))
+        backend_module("torch", "ops").cross_entropy(torch.zeros(1, 2, 5), targets)
+    assert np.isnan(backend_module("jax", "ops").cross_entropy(jnp.zeros((1, 2, 5)), jnp.asarray([[0, wrong]])))

@@ -217,9 +217,9 @@ def test_help_names_the_seeds_flags(capsys):
     with pytest.raises(SystemExit) as stop:
         diptych("compare --help")
     assert stop.value.code == 0
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for flag in ("--hidden-size", "--num-residual-streams", "--enable-hyper-connections", "--gradient-tolerance"):
-        assert flag in shown
+        assert flag in printed
 
 
 @pytest.mark.parametrize(

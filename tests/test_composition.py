@@ -130,8 +130,8 @@ def test_the_plain_model_has_nothing_but_what_is_learnt():
     alone = plain(everything)
     assert alone.ranks == 1
     assert alone.documents
-    kept = {name: getattr(everything.model, name) for name in ("num_layers", *HYPER)}
-    assert alone.model == replace(BASE, **kept, pipeline_timeout=LIKE_ANY["pipeline_timeout"])
+    settings = {name: getattr(everything.model, name) for name in ("num_layers", *HYPER)}
+    assert alone.model == replace(BASE, **settings, pipeline_timeout=LIKE_ANY["pipeline_timeout"])
     assert not {"hidden_dropout", "layer_pattern", "bf16", "seed", "use_flash_attn"} & LIKE_ANY.keys()
     assert LIKE_ANY.keys() <= TransformerConfig.__dataclass_fields__.keys()
 

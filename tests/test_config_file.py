@@ -45,7 +45,7 @@ def test_a_setting_twice(tmp_path, text, places):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("a = " + "[" * 100_000, "expected a TOML file in .*, got one nested too deep to be read"),
         ("a = " + "1" * 5000, "expected a TOML file in .*, got "),
@@ -57,8 +57,8 @@ def test_a_setting_twice(tmp_path, text, places):
         ("a = 1\na = 2", "expected a TOML file in .*, got Cannot overwrite a value"),
     ],
 )
-def test_a_wrong_file_is_named_in_one_line(tmp_path, text, told):
-    with pytest.raises(ValueError, match=rf"\Aconfig: {told}") as error:
+def test_a_wrong_file_is_named_in_one_line(tmp_path, text, expected):
+    with pytest.raises(ValueError, match=rf"\Aconfig: {expected}") as error:
         flags_of(tmp_path, text)
     assert len(str(error.value)) < 600
     assert "\n" not in str(error.value)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.sampling import split_unread
 from parity.compare import relative_difference
-from tests.backends import BACKENDS, TORCH_DAILY, room
+from tests.backends import BACKENDS, TORCH_DAILY, backend_module
 
 CONFIG = TransformerConfig(
     hidden_size=16,
@@ -56,7 +56,7 @@ def at_once(backend: str, model, tokens: np.ndarray) -> np.ndarray:
 
 def in_pieces(backend: str, model, tokens: np.ndarray, cuts: list[int]) -> np.ndarray:
     """Logits [B, T, V] of the same tokens, read up to each cut in turn."""
-    cache_room, logits = room(backend, "cache"), []
+    cache_room, logits = backend_module(backend, "cache"), []
     cache = cache_room.empty_cache(model.config, len(tokens))
 
     @nnx.jit
@@ -87,7 +87,7 @@ CASES = [
 
 @pytest.mark.parametrize(("backend", "variant"), CASES)
 def test_prefill_and_single_steps_are_the_whole_forward(backend, variant):
-    model = room(backend, "transformer").GPTModel(replace(CONFIG, **VARIANTS[variant]))
+    model = backend_module(backend, "transformer").GPTModel(replace(CONFIG, **VARIANTS[variant]))
     expected = at_once(backend, model, TOKENS)
     actual = in_pieces(backend, model, TOKENS, [7, *range(8, 20)])
     assert relative_difference(actual, expected) < 1e-12
@@ -98,7 +98,7 @@ def test_prefill_and_single_steps_are_the_whole_forward(backend, variant):
 @example(cuts=set(range(1, 20)), pattern="kda,attention")
 @example(cuts={2, 4}, pattern="gdn")
 def test_a_text_may_be_cut_anywhere(cuts, pattern):
-    model = room("torch", "transformer").GPTModel(replace(CONFIG, layer_pattern=pattern, num_layers=2))
+    model = backend_module("torch", "transformer").GPTModel(replace(CONFIG, layer_pattern=pattern, num_layers=2))
     expected = at_once("torch", model, TOKENS)
     assert relative_difference(in_pieces("torch", model, TOKENS, sorted(cuts)), expected) < 1e-12
 
@@ -106,15 +106,17 @@ def test_a_text_may_be_cut_anywhere(cuts, pattern):
 @pytest.mark.parametrize(("dtype", "bf16", "bound"), [("float32", False, 1e-5), ("float32", True, 3e-2)])
 def test_narrow_types(dtype, bf16, bound):
     config = replace(CONFIG, params_dtype=dtype, bf16=bf16)
-    model = room("torch", "transformer").GPTModel(config)
+    model = backend_module("torch", "transformer").GPTModel(config)
     expected = at_once("torch", model, TOKENS)
     assert relative_difference(in_pieces("torch", model, TOKENS, [7, *range(8, 20)]), expected) < bound
 
 
 @pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_a_decoder_reads_each_token_once_and_of_a_long_text_the_end(backend, monkeypatch):
-    model = room(backend, "transformer").GPTModel(replace(CONFIG, layer_pattern="gdn,attention", num_layers=2))
-    decoding = room(backend, "decoding")
+    model = backend_module(backend, "transformer").GPTModel(
+        replace(CONFIG, layer_pattern="gdn,attention", num_layers=2)
+    )
+    decoding = backend_module(backend, "decoding")
     decoder, text = decoding.Decoder(model), np.random.default_rng(1).integers(0, 32, 24)
     read = []
     monkeypatch.setattr(decoding, "split_unread", lambda *a: read.append(split_unread(*a)) or read[-1])
@@ -146,22 +148,22 @@ def test_what_is_read_after_what_was_read_is_the_text(read, tokens, length):
 
 
 def test_reading_that_fails_leaves_nothing_half_remembered(monkeypatch):
-    model = room("torch", "transformer").GPTModel(CONFIG)
-    decoder, text = room("torch", "decoding").Decoder(model), TOKENS[0]
+    model = backend_module("torch", "transformer").GPTModel(CONFIG)
+    decoder, text = backend_module("torch", "decoding").Decoder(model), TOKENS[0]
     decoder.next_logits(text[:6])
     with monkeypatch.context() as patch:
         patch.setattr(model.decoder.layers["2"].mlp, "forward", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             decoder.next_logits(text[:8])
-    fresh = room("torch", "decoding").Decoder(model)
+    fresh = backend_module("torch", "decoding").Decoder(model)
     assert relative_difference(decoder.next_logits(text[:8]), fresh.next_logits(text[:8])) < 1e-12
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_does_not_fit_a_cache_is_refused(backend):
     convert = torch.from_numpy if backend == "torch" else jnp.asarray
-    model = room(backend, "transformer").GPTModel(replace(CONFIG, num_layers=1, layer_pattern="attention"))
-    empty_cache = room(backend, "cache").empty_cache
+    model = backend_module(backend, "transformer").GPTModel(replace(CONFIG, num_layers=1, layer_pattern="attention"))
+    empty_cache = backend_module(backend, "cache").empty_cache
     cache = empty_cache(model.config, 2)
     model(convert(TOKENS[:, :15]), cache=cache, training=False)
     with pytest.raises(ValueError, match=r"at most 5 tokens after the 15 in the cache, with seq_length=20, got 6"):
@@ -176,7 +178,7 @@ def test_what_does_not_fit_a_cache_is_refused(backend):
         model(convert(TOKENS[:1, :5]), cache=cache, training=False)
     with pytest.raises(ValueError, match=r"inputs: expected at least one token, got shape \[2, 0\]"):
         model(convert(TOKENS[:, :0]), cache=cache, training=False)
-    decoder = room(backend, "decoding").Decoder(model)
+    decoder = backend_module(backend, "decoding").Decoder(model)
     for tokens, message in (
         (np.zeros(0, np.int64), r"at least one, of one text, got shape \[0\]"),
         (np.zeros((1, 2), np.int64), r"at least one, of one text, got shape \[1, 2\]"),
@@ -189,8 +191,10 @@ def test_what_does_not_fit_a_cache_is_refused(backend):
 
 
 def test_where_jit_cannot_refuse_too_many_tokens_logits_are_nan():
-    model = room("jax", "transformer").GPTModel(replace(CONFIG, num_layers=1, layer_pattern="attention", seq_length=4))
-    cache = room("jax", "cache").empty_cache(model.config, 1)
+    model = backend_module("jax", "transformer").GPTModel(
+        replace(CONFIG, num_layers=1, layer_pattern="attention", seq_length=4)
+    )
+    cache = backend_module("jax", "cache").empty_cache(model.config, 1)
     go_on = nnx.jit(lambda model, tokens, cache: (model(tokens, cache=cache, training=False), cache))
     for number in range(6):
         logits, cache = go_on(model, jnp.asarray(TOKENS[:1, :1]), cache)
@@ -200,8 +204,8 @@ def test_where_jit_cannot_refuse_too_many_tokens_logits_are_nan():
 @pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_a_decoder_forgets(backend):
     """New parameters, then reset."""
-    models = [room(backend, "transformer").GPTModel(replace(CONFIG, seed=seed)) for seed in (0, 1)]
-    decoders = [room(backend, "decoding").Decoder(model) for model in models]
+    models = [backend_module(backend, "transformer").GPTModel(replace(CONFIG, seed=seed)) for seed in (0, 1)]
+    decoders = [backend_module(backend, "decoding").Decoder(model) for model in models]
     for decoder in decoders:
         decoder.next_logits(TOKENS[0, :5])
     decoders[0].model = models[1]

@@ -153,7 +153,7 @@ def test_bfloat16_goes_into_torch_and_back():
 
 @pytest.mark.parametrize("dtype", EPSILON)
 def test_operations_are_compared_in_last_places(dtype):
-    """One backend exact, the other off by three last places everywhere in one of two results."""
+    """One backend exact, the other off by 3 ulp everywhere in one of two results."""
     x = np.full(8, 1.0, dtype)
 
     def in_torch(x, nothing):

@@ -16,7 +16,7 @@ from diptych.plans.model.data import Corpus, load_corpus
 from diptych.plans.model.documents import documents_in_windows, most_documents
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT, PARAMETERS
-from tests.backends import BACKENDS, TORCH_DAILY, room
+from tests.backends import BACKENDS, TORCH_DAILY, backend_module
 
 CONFIG = TransformerConfig(
     hidden_size=16,
@@ -96,12 +96,12 @@ def test_one_file_is_one_document(tmp_path):
 
 def run(backend: str, config: TransformerConfig, tokens, starts, mask=None):
     """Logits, and gradients by name of their sum under fixed weights."""
-    model = room(backend, "transformer").GPTModel(config)
+    model = backend_module(backend, "transformer").GPTModel(config)
     weights = np.random.default_rng(5).standard_normal((*tokens.shape, config.vocab_size))
     if backend == "torch":
-        told = {"attention_mask": mask, "document_starts": starts}
-        told = {name: None if x is None else torch.from_numpy(x) for name, x in told.items()}
-        logits = model(torch.from_numpy(tokens), **told)
+        arguments = {"attention_mask": mask, "document_starts": starts}
+        arguments = {name: None if x is None else torch.from_numpy(x) for name, x in arguments.items()}
+        logits = model(torch.from_numpy(tokens), **arguments)
         (logits * torch.from_numpy(weights)).sum().backward()
         return logits.detach().numpy(), {name: p.grad.numpy() for name, p in model.named_parameters()}
 
@@ -116,12 +116,12 @@ def run(backend: str, config: TransformerConfig, tokens, starts, mask=None):
         return nnx.grad(weighed, has_aux=True)(model)
 
     gradients, logits = both(model, starts if starts is None else jnp.asarray(starts))
-    return np.asarray(logits), room("jax", "saving").export_parameters(gradients)
+    return np.asarray(logits), backend_module("jax", "saving").export_parameters(gradients)
 
 
 def alone(config: TransformerConfig, tokens, starts) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Logits of every document by itself, and gradients by name as those of run."""
-    model, rows = room("torch", "transformer").GPTModel(config), []
+    model, rows = backend_module("torch", "transformer").GPTModel(config), []
     for row, begins in zip(tokens, starts, strict=True):
         parts = [part for part in np.split(row, begins[1:]) if len(part)]
         rows.append(torch.cat([model(torch.from_numpy(part)[None])[0] for part in parts]))
@@ -220,7 +220,7 @@ def test_a_mask_and_documents_both_hold(backend):
     ],
 )
 def test_bad_places_are_named(backend, starts, message):
-    model = room(backend, "transformer").GPTModel(replace(CONFIG, num_layers=1, layer_pattern="attention"))
+    model = backend_module(backend, "transformer").GPTModel(replace(CONFIG, num_layers=1, layer_pattern="attention"))
     convert = torch.from_numpy if backend == "torch" else jnp.asarray
     with pytest.raises(ValueError, match=f"document_starts: .*{message}"):
         model(convert(TOKENS), document_starts=convert(starts))
@@ -236,7 +236,7 @@ def corpus_of_documents() -> Corpus:
 
 
 def trained(backend: str, config=CONFIG, train=TRAIN, **placed):
-    trainer = room(backend, "train").Trainer(config, train, corpus_of_documents(), **placed)
+    trainer = backend_module(backend, "train").Trainer(config, train, corpus_of_documents(), **placed)
     losses = [trainer.train_step(step).loss for step in range(4)]
     return [*losses, trainer.validation_loss()], trainer.parameters()
 
@@ -277,10 +277,10 @@ def test_documents_under_offload(backend):
 
 def test_a_run_goes_on_only_with_the_same_documents(tmp_path):
     corpus = corpus_of_documents()
-    trainer = room("torch", "train").Trainer(CONFIG, TRAIN, corpus)
+    trainer = backend_module("torch", "train").Trainer(CONFIG, TRAIN, corpus)
     trainer.train_step(0)
     path = trainer.save(tmp_path)
-    assert room("torch", "train").Trainer(CONFIG, TRAIN, corpus).resume(path) == 1
+    assert backend_module("torch", "train").Trainer(CONFIG, TRAIN, corpus).resume(path) == 1
     plain = replace(corpus, training_documents=None, validation_documents=None)
     with pytest.raises(CheckpointError, match="reset_attention_mask True in the checkpoint, None here"):
-        room("torch", "train").Trainer(CONFIG, TRAIN, plain).resume(path)
+        backend_module("torch", "train").Trainer(CONFIG, TRAIN, plain).resume(path)

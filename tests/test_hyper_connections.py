@@ -3,6 +3,7 @@ finite differences, and symmetries.
 """
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from diptych.plans.config import TransformerConfig
 from parity.compare import relative_difference
 from parity.tolerances import OPERATION
-from tests.backends import BACKENDS, assert_close, call, normal, room, value_and_gradients
+from tests.backends import BACKENDS, assert_close, backend_module, call, normal, value_and_gradients
 
 ORDERS = ("row", "column")
 
@@ -61,7 +62,8 @@ def test_sinkhorn_is_doubly_stochastic(backend, dtype, last):
     logits = normal(0, 2000, 4, 4, dtype=dtype)
     axes = (-1, -2) if last == "row" else (-2, -1)
     for iterations, share in ((20, 0.98), (200, 1.0)):
-        matrix = call(backend, lambda x: room(backend, "hyper_connections").sinkhorn(x, iterations, last), logits)  # noqa: B023
+        sinkhorn = partial(backend_module(backend, "hyper_connections").sinkhorn, iterations=iterations, last=last)
+        matrix = call(backend, sinkhorn, logits)
         assert matrix.dtype == dtype
         assert (matrix > 0).all()
         exact, other = (np.abs(matrix.sum(axis, dtype=np.float64) - 1).max(-1) for axis in axes)
@@ -74,7 +76,7 @@ def test_sinkhorn_is_doubly_stochastic(backend, dtype, last):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sinkhorn_ends_with_the_exact_side(backend, last):
     logits = 3 * normal(0, 200, 4, 4)
-    matrix = call(backend, lambda x: room(backend, "hyper_connections").sinkhorn(x, 3, last), logits)
+    matrix = call(backend, lambda x: backend_module(backend, "hyper_connections").sinkhorn(x, 3, last), logits)
     errors = {"row": np.abs(matrix.sum(-1) - 1).max(), "column": np.abs(matrix.sum(-2) - 1).max()}
     exact, other = errors.pop(last), next(iter(errors.values()))
     assert exact < 1e-7 < 1e-2 < other
@@ -85,7 +87,7 @@ def test_sinkhorn_ends_with_the_exact_side(backend, last):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sinkhorn_against_definition(backend, last, shape):
     logits = 2 * normal(0, *shape)
-    matrix = call(backend, lambda x: room(backend, "hyper_connections").sinkhorn(x, 7, last), logits)
+    matrix = call(backend, lambda x: backend_module(backend, "hyper_connections").sinkhorn(x, 7, last), logits)
     np.testing.assert_allclose(matrix, sinkhorn_by_definition(logits, 7, last).astype(float), rtol=1e-12)
 
 
@@ -104,7 +106,7 @@ def gradient_error(gradient, logits, grad, iterations, last) -> float:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sinkhorn_gradient_against_finite_differences(backend, std, last):
     logits, iterations = std * normal(1, 6, 4, 4), 20
-    sinkhorn = room(backend, "hyper_connections").sinkhorn
+    sinkhorn = backend_module(backend, "hyper_connections").sinkhorn
     _, (gradient,) = value_and_gradients(backend, lambda x: sinkhorn(x, iterations, last), [logits], seed=3)
     cotangent = normal(3, 6, 4, 4)
     assert gradient_error(gradient, logits, cotangent, iterations, last) < 2e-7
@@ -122,7 +124,7 @@ def test_a_backward_from_the_final_matrix_alone_is_caught():
 def test_sinkhorn_survives_extreme_logits(backend):
     logits = np.zeros((3, 4, 4), np.float32)
     logits[0, 0, 0], logits[1, 2], logits[2, :, 1] = 200.0, -200.0, 300.0
-    sinkhorn = room(backend, "hyper_connections").sinkhorn
+    sinkhorn = backend_module(backend, "hyper_connections").sinkhorn
     (matrix,), (gradient,) = value_and_gradients(backend, sinkhorn, [logits])
     assert np.isfinite(matrix).all()
     assert np.isfinite(gradient).all()
@@ -133,14 +135,14 @@ def test_entries_below_the_floor_have_no_gradient(backend):
     """A row 75 below the others: its share of every column, 1e-33, is replaced by the floor, a constant."""
     logits = normal(0, 4, 4)
     logits[2] -= 75.0
-    _, (gradient,) = value_and_gradients(backend, room(backend, "hyper_connections").sinkhorn, [logits])
+    _, (gradient,) = value_and_gradients(backend, backend_module(backend, "hyper_connections").sinkhorn, [logits])
     assert np.abs(gradient[2]).max() < 1e-20
     assert np.abs(gradient[[0, 1, 3]]).min() > 1e-6
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sinkhorn_bad_input(backend):
-    sinkhorn = room(backend, "hyper_connections").sinkhorn
+    sinkhorn = backend_module(backend, "hyper_connections").sinkhorn
     with pytest.raises(ValueError, match="iterations: expected at least 1, got 0"):
         call(backend, lambda x: sinkhorn(x, 0), normal(0, 4, 4))
     with pytest.raises(ValueError, match="last: expected 'row' or 'column', got 'both'"):
@@ -179,11 +181,11 @@ def mhc_inputs(shape, seed, dtype=np.float64):
 
 def mhc_step(backend, iterations, last):
     """(x, phi, alpha, bias, y) -> (aggregated, x_next), through the public functions."""
-    rooms = room(backend, "hyper_connections")
+    connections = backend_module(backend, "hyper_connections")
 
     def step(x, phi, alpha, bias, y):
-        h_pre, h_post, h_res = rooms.compute_mappings(x, phi, alpha, bias, iterations=iterations, last=last)
-        return rooms.aggregate(x, h_pre), rooms.write_streams(x, h_res, y, None, h_post)
+        h_pre, h_post, h_res = connections.compute_mappings(x, phi, alpha, bias, iterations=iterations, last=last)
+        return connections.aggregate(x, h_pre), connections.write_streams(x, h_res, y, None, h_post)
 
     return step
 
@@ -237,12 +239,14 @@ def test_permuting_the_streams_commutes(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_expanded_then_added_equals_added_at_once(backend):
-    rooms = room(backend, "hyper_connections")
+    connections = backend_module(backend, "hyper_connections")
     mixed, x, bias, h_post = normal(0, 2, 3, 4, 5), normal(1, 2, 3, 5), normal(2, 5), normal(3, 2, 3, 4)
     at_once = value_and_gradients(
-        backend, lambda mixed, *rest: rooms.write_streams(mixed, None, *rest), [mixed, x, bias, h_post]
+        backend, lambda mixed, *rest: connections.write_streams(mixed, None, *rest), [mixed, x, bias, h_post]
     )
-    in_turn = value_and_gradients(backend, lambda m, x, b, h: m + rooms.apply_h_post(x, b, h), [mixed, x, bias, h_post])
+    in_turn = value_and_gradients(
+        backend, lambda m, x, b, h: m + connections.apply_h_post(x, b, h), [mixed, x, bias, h_post]
+    )
     for one, other in zip(at_once, in_turn, strict=True):
         assert_close(one, other, OPERATION["float64"])
 
@@ -252,8 +256,8 @@ def test_module_signatures_of_the_seed(backend):
     config = TransformerConfig(
         hidden_size=8, num_layers=1, num_attention_heads=2, enable_hyper_connections=True, params_dtype="float64"
     )
-    rooms = room(backend, "hyper_connections")
-    module = rooms.HyperConnectionModule(config, layer_number=0)
+    connections = backend_module(backend, "hyper_connections")
+    module = connections.HyperConnectionModule(config, layer_number=0)
     x, y, bias = normal(0, 2, 3, 4, 8), normal(1, 2, 3, 8), normal(2, 8)
 
     def run(x, y, bias):
@@ -283,7 +287,9 @@ def test_module_signatures_of_the_seed(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_modules_of_different_layers_start_differently(backend):
     config = TransformerConfig(hidden_size=8, num_layers=2, num_attention_heads=2, enable_hyper_connections=True)
-    first, again, second = (room(backend, "hyper_connections").HyperConnectionModule(config, n) for n in (0, 0, 1))
+    first, again, second = (
+        backend_module(backend, "hyper_connections").HyperConnectionModule(config, n) for n in (0, 0, 1)
+    )
     values = [np.asarray(m.phi.detach() if backend == "torch" else m.phi[...]) for m in (first, again, second)]
     np.testing.assert_array_equal(values[0], values[1])
     assert (values[0] != values[2]).all()
@@ -294,7 +300,7 @@ def test_narrow_logits_are_iterated_in_float32(backend):
     import jax.numpy as jnp
     import torch
 
-    logits, sinkhorn = normal(0, 50, 4, 4), room(backend, "hyper_connections").sinkhorn
+    logits, sinkhorn = normal(0, 50, 4, 4), backend_module(backend, "hyper_connections").sinkhorn
     logits[0, 2] = -100.0
     if backend == "torch":
         matrix = sinkhorn(torch.from_numpy(logits).half())
@@ -309,7 +315,7 @@ def test_narrow_logits_are_iterated_in_float32(backend):
 def test_torch_function_transforms_reach_sinkhorn():
     import torch
 
-    sinkhorn, logits = room("torch", "hyper_connections").sinkhorn, torch.from_numpy(normal(0, 3, 4, 4))
+    sinkhorn, logits = backend_module("torch", "hyper_connections").sinkhorn, torch.from_numpy(normal(0, 3, 4, 4))
     per_matrix = torch.func.vmap(torch.func.grad(lambda x: sinkhorn(x)[0, 1]))(logits)
     one = torch.func.grad(lambda x: sinkhorn(x)[0, 1])(logits[2])
     torch.testing.assert_close(per_matrix[2], one, rtol=1e-12, atol=1e-14)
@@ -318,6 +324,6 @@ def test_torch_function_transforms_reach_sinkhorn():
 def test_coefficients_stay_float32_for_float32_streams():
     for backend in BACKENDS:
         inputs = mhc_inputs((1, 2, 4, 8), 0, np.float32)
-        coefficients = call(backend, room(backend, "hyper_connections").compute_mappings, *inputs[:4])
+        coefficients = call(backend, backend_module(backend, "hyper_connections").compute_mappings, *inputs[:4])
         assert {c.dtype for c in coefficients} == {np.dtype(np.float32)}
     assert relative_difference(coefficients[2].sum(-1), np.ones((1, 2, 4))) < 1e-6

@@ -64,11 +64,11 @@ class Started:
 
     def ended(self, seconds: float) -> list[tuple[int, str, str]]:
         """Exit code and output of each, within so many seconds."""
-        end, told = time.monotonic() + seconds, []
+        end, found = time.monotonic() + seconds, []
         for process in self.processes:
             output, errors = process.communicate(timeout=max(1.0, end - time.monotonic()))
-            told.append((process.returncode, output, errors))
-        return told
+            found.append((process.returncode, output, errors))
+        return found
 
 
 def assert_same_run(found: Path, expected: Path) -> None:

@@ -18,7 +18,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.model.parameters import parameter_specs
 from parity.compare import GradientDifference, gradient_norms, relative_difference
 from parity.tolerances import GRADIENT
-from tests.backends import BACKENDS, TORCH_DAILY, assert_close, model_gradients, normal, room
+from tests.backends import BACKENDS, TORCH_DAILY, assert_close, backend_module, model_gradients, normal
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
 
@@ -249,7 +249,7 @@ def run(backend: str, model, inputs, **arguments) -> np.ndarray:
 @pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_dropout_follows_samples_and_positions_not_the_layout(backend):
     config = replace(HYPER, hidden_dropout=0.4)
-    model = room(backend, "transformer").GPTModel(config)
+    model = backend_module(backend, "transformer").GPTModel(config)
     tokens = tokens_for(config, batch=4)
     whole = run(backend, model, tokens, step=9)
     half = run(backend, model, tokens[2:], step=9, samples=np.array([2, 3]))
@@ -261,8 +261,8 @@ def test_dropout_follows_samples_and_positions_not_the_layout(backend):
 @pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_no_dropout_outside_training(backend):
     config = replace(HYPER, hidden_dropout=0.4)
-    model = room(backend, "transformer").GPTModel(config)
-    plain = room(backend, "transformer").GPTModel(HYPER)
+    model = backend_module(backend, "transformer").GPTModel(config)
+    plain = backend_module(backend, "transformer").GPTModel(HYPER)
     tokens = tokens_for(config)
     np.testing.assert_array_equal(run(backend, model, tokens, training=False), run(backend, plain, tokens))
     if backend == "torch":
@@ -271,7 +271,7 @@ def test_no_dropout_outside_training(backend):
 
 @pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_model_is_causal_and_masks_documents(backend):
-    model = room(backend, "transformer").GPTModel(HYPER)
+    model = backend_module(backend, "transformer").GPTModel(HYPER)
     tokens = tokens_for(HYPER)
     changed = tokens.copy()
     changed[:, 7:] = (changed[:, 7:] + 1) % HYPER.vocab_size
@@ -289,7 +289,7 @@ def test_model_is_causal_and_masks_documents(backend):
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_loss_is_the_cross_entropy_of_the_logits(backend):
-    model = room(backend, "transformer").GPTModel(HYPER)
+    model = backend_module(backend, "transformer").GPTModel(HYPER)
     tokens, targets = tokens_for(HYPER), tokens_for(HYPER, seed=1)
     logits = torch.from_numpy(run(backend, model, tokens).copy())
     expected = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).flatten().long())
@@ -298,14 +298,14 @@ def test_loss_is_the_cross_entropy_of_the_logits(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_too_many_tokens(backend):
-    model = room(backend, "transformer").GPTModel(HYPER)
+    model = backend_module(backend, "transformer").GPTModel(HYPER)
     with pytest.raises(ValueError, match="inputs: expected at most seq_length=12 tokens, got 13"):
         run(backend, model, tokens_for(HYPER, length=13))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ends_belong_to_the_first_and_last_stage(backend):
-    GPTModel = room(backend, "transformer").GPTModel
+    GPTModel = backend_module(backend, "transformer").GPTModel
     config = replace(SMALL, pipeline_model_parallel_size=2)
     with pytest.raises(ValueError, match=r"post_process: expected False on stage 0 of 2 \(only stage 1 has that end\)"):
         GPTModel(config)
@@ -315,7 +315,7 @@ def test_ends_belong_to_the_first_and_last_stage(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ids_out_of_range_are_never_taken_for_others(backend):
-    model = room(backend, "transformer").GPTModel(SMALL)
+    model = backend_module(backend, "transformer").GPTModel(SMALL)
     tokens, targets = tokens_for(SMALL), tokens_for(SMALL)
     for wrong in (-1, -100, SMALL.vocab_size):
         for place in ("inputs", "targets"):
@@ -331,7 +331,7 @@ def test_ids_out_of_range_are_never_taken_for_others(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shapes_that_would_broadcast_are_refused(backend):
     """Without the tests' annotation checks, as a user calls it: hence unwrapped."""
-    ops, wrap = room(backend, "ops"), torch.from_numpy if backend == "torch" else jnp.asarray
+    ops, wrap = backend_module(backend, "ops"), torch.from_numpy if backend == "torch" else jnp.asarray
     targets, mask = wrap(np.zeros((2, 1), np.int32)), wrap(np.ones((1, 12, 12), bool))
     with pytest.raises(ValueError, match=r"targets: expected shape \(2, 12\), got \(2, 1\)"):
         inspect.unwrap(ops.cross_entropy)(wrap(normal(0, 2, 12, 5)), targets)
@@ -351,7 +351,7 @@ def test_stages_chained_are_the_whole_model(backend, tied):
         layer_pattern="attention,attention+gelu",
     )
     config = replace(whole, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    GPTModel, tokens = room(backend, "transformer").GPTModel, tokens_for(whole)
+    GPTModel, tokens = backend_module(backend, "transformer").GPTModel, tokens_for(whole)
     expected = run(backend, GPTModel(whole), tokens, step=3)
     travelling, names = tokens, []
     for stage in range(4):

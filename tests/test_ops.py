@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parity.tolerances import OPERATION
-from tests.backends import BACKENDS, assert_close, call, normal, room, value_and_gradients
+from tests.backends import BACKENDS, assert_close, backend_module, call, normal, value_and_gradients
 
 
 def attention_by_loops(q, k, v, allowed):
@@ -41,7 +41,7 @@ def test_attention_against_loops(backend, name, shape, masked):
     q, k, v = normal(0, batch, length, heads, width), *normal(1, 2, batch, length, groups, width)
     allowed = np.random.default_rng(2).random((batch, length, length)) < (0.5 if masked else 2.0)
     allowed[:, 0] &= not masked  # the first token may attend to nothing at all
-    attend = getattr(room(backend, "ops"), name)
+    attend = getattr(backend_module(backend, "ops"), name)
     out = call(backend, attend, q, k, v, *([allowed] if masked else []))
     assert_close([out], [attention_by_loops(q, k, v, allowed)], 1e-14)
     if masked:
@@ -56,7 +56,9 @@ def test_attention_of_nothing_is_empty(backend, name, shape, masked):
     batch, length, heads, width, value_width = shape
     q, k = np.zeros((batch, length, heads, width)), np.zeros((batch, length, 1, width))
     mask = [np.ones((batch, length, length), bool)] if masked else []
-    out = call(backend, getattr(room(backend, "ops"), name), q, k, np.zeros((batch, length, 1, value_width)), *mask)
+    out = call(
+        backend, getattr(backend_module(backend, "ops"), name), q, k, np.zeros((batch, length, 1, value_width)), *mask
+    )
     assert out.shape == (batch, length, heads, value_width)
 
 
@@ -64,7 +66,7 @@ def test_attention_of_nothing_is_empty(backend, name, shape, masked):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_is_causal_to_the_last_bit(backend, name):
     q, k, v = normal(0, 3, 2, 9, 4, 6)
-    attend = getattr(room(backend, "ops"), name)
+    attend = getattr(backend_module(backend, "ops"), name)
     before = call(backend, attend, q, k, v)
     for x in (q, k, v):
         x[:, 5:] += 1.0
@@ -77,7 +79,7 @@ def test_attention_is_causal_to_the_last_bit(backend, name):
 def test_rotary_embedding_turns_pairs(backend):
     x, base = normal(0, 2, 5, 3, 8), 100.0
     positions = np.array([0, 3, 4, 10, 1000])
-    out = call(backend, lambda x, p: room(backend, "ops").rotary_embedding(x, p, base), x, positions)
+    out = call(backend, lambda x, p: backend_module(backend, "ops").rotary_embedding(x, p, base), x, positions)
     pairs = x[..., :4] + 1j * x[..., 4:]
     angle = positions[:, None, None] * base ** (-np.arange(4) / 4)
     turned = pairs * np.exp(1j * angle)
@@ -86,7 +88,7 @@ def test_rotary_embedding_turns_pairs(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rotary_scores_depend_on_distance_only(backend):
-    rotate = room(backend, "ops").rotary_embedding
+    rotate = backend_module(backend, "ops").rotary_embedding
     q, k = normal(0, 2, 1, 1, 1, 8)
 
     def score(a, b):
@@ -114,7 +116,7 @@ ORACLES = {
 def test_operation_against_numpy(backend, name):
     oracle, shapes = ORACLES[name]
     inputs = [normal(seed, *shape) for seed, shape in enumerate(shapes)]
-    function = getattr(room(backend, "ops"), name)
+    function = getattr(backend_module(backend, "ops"), name)
     extra = (1e-5,) if name == "rms_norm" else ()
     out = call(backend, lambda *arrays: function(*arrays, *extra), *inputs)
     assert_close([out], [oracle(*inputs)], OPERATION["float64"])
@@ -126,7 +128,7 @@ def test_cross_entropy_against_numpy(backend):
     shifted = logits - logits.max(-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     expected = -np.take_along_axis(log_probabilities, targets[..., None], -1).mean()
-    out = call(backend, room(backend, "ops").cross_entropy, logits, targets)
+    out = call(backend, backend_module(backend, "ops").cross_entropy, logits, targets)
     assert float(out) == pytest.approx(expected, rel=1e-13)
 
 
@@ -163,7 +165,7 @@ def test_backends_agree_on_values_and_gradients():
             inputs += [random.random((batch, length, length)) < 0.6] if name.startswith("masked") else []
         results = []
         for backend in BACKENDS:
-            function = getattr(room(backend, "ops"), name.removeprefix("masked_"))
+            function = getattr(backend_module(backend, "ops"), name.removeprefix("masked_"))
             values, gradients = value_and_gradients(backend, lambda *a, f=function: f(*a, *extra), inputs, seed)
             if name == "cross_entropy":
                 # Its gradient, p - 1 at the target, is rounded as p and 1 are: where p is all but 1, p is compared.

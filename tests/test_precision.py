@@ -16,7 +16,7 @@ from diptych.plans.config import KEPT_IN_FLOAT32, TrainConfig, TransformerConfig
 from diptych.plans.model.parameters import ParameterSpec
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT, LOSS, OPERATION
-from tests.backends import BACKENDS, TORCH_DAILY, normal, room, tiny_corpus, trainers
+from tests.backends import BACKENDS, TORCH_DAILY, backend_module, normal, tiny_corpus, trainers
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
 
@@ -70,7 +70,7 @@ def check_parameters(backend, tmp_path):
 
 def check_norm_statistics(backend, tmp_path):
     x, weight = narrow(2, 3, 256), 1 + normal(1, 256, dtype=np.float32) / 8
-    result = room(backend, "ops").rms_norm(array(backend, x), array(backend, weight), 1e-5)
+    result = backend_module(backend, "ops").rms_norm(array(backend, x), array(backend, weight), 1e-5)
     assert dtype_of(result) == "bfloat16"
     exact = wide(array(backend, x))
     exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5) * weight
@@ -81,7 +81,7 @@ def check_norm_statistics(backend, tmp_path):
 def check_rotary_angles(backend, tmp_path):
     """In bfloat16 position 4097 would be 4096, and its angle off by whole turns."""
     x, positions = narrow(1, 4, 2, 8), np.arange(4093, 4097)
-    ops = room(backend, "ops")
+    ops = backend_module(backend, "ops")
     turned = ops.rotary_embedding(array(backend, x), array(backend, positions), 10000.0)
     exact = ops.rotary_embedding(array(backend, x.astype(np.float64)), array(backend, positions), 10000.0)
     assert dtype_of(turned) == "bfloat16"
@@ -91,7 +91,7 @@ def check_rotary_angles(backend, tmp_path):
 def check_softmax(backend, tmp_path):
     """The only thing of shape T x T that attention exponentiates is float32."""
     q, k, v = (array(backend, narrow(1, 16, 2, 8, seed=seed)) for seed in range(3))
-    attention = room(backend, "ops").causal_attention
+    attention = backend_module(backend, "ops").causal_attention
     if backend == "torch":
         seen = []
 
@@ -122,7 +122,7 @@ def equations(jaxpr):
 def check_hyper_connection_coefficients(backend, tmp_path):
     x = narrow(2, 5, 4, 32)
     phi, alpha, bias = normal(1, 128, 24, dtype=np.float32), np.ones(3, np.float32), np.zeros(24, np.float32)
-    mappings = room(backend, "hyper_connections").compute_mappings
+    mappings = backend_module(backend, "hyper_connections").compute_mappings
     rounded = phi.astype(ml_dtypes.bfloat16).astype(np.float64)  # what the product is given
     exact = mappings(
         *(array(backend, a) for a in (x.astype(np.float64), rounded, alpha.astype(np.float64), bias.astype(np.float64)))
@@ -138,7 +138,7 @@ def check_router(backend, tmp_path):
     """Scores are those of a float64 router of the same numbers; in bfloat16 they would miss by 4e-3."""
     config = replace(CONFIG, layer_pattern="attention+moe", num_moe_experts=5)
     x, weight = narrow(1, 9, 32)[0], normal(3, 5, 32, dtype=np.float32)
-    mlp = room(backend, "mlp")
+    mlp = backend_module(backend, "mlp")
     specs = {"weight": ParameterSpec((5, 32), std=1.0)}
 
     def scores(config, x, weight):
@@ -157,13 +157,13 @@ def check_router(backend, tmp_path):
 
 
 def check_logits(backend, tmp_path):
-    ops = room(backend, "ops")
+    ops = backend_module(backend, "ops")
     logits, targets = narrow(2, 8, 300) * narrow(1, seed=5), np.arange(16).reshape(2, 8)
     loss = ops.cross_entropy(array(backend, logits), array(backend, targets))
     exact = ops.cross_entropy(array(backend, logits.astype(np.float64)), array(backend, targets))
     assert dtype_of(loss) == "float32"
     assert float(loss) == pytest.approx(float(exact), rel=1e-6)
-    model = room(backend, "transformer").GPTModel(CONFIG)
+    model = backend_module(backend, "transformer").GPTModel(CONFIG)
     assert dtype_of(model(array(backend, np.zeros((1, 4), np.int64)))) == "float32"
 
 
@@ -192,15 +192,15 @@ def test_kept_in_float32(backend, name, tmp_path):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_everything_else_flows_in_bfloat16(backend):
     """A layer's streams in and out, and what every sublayer reads."""
-    transformer = room(backend, "transformer")
+    transformer = backend_module(backend, "transformer")
     layer = transformer.TransformerLayer(replace(CONFIG, add_bias_linear=True), 0)
     streams, positions = array(backend, narrow(1, 8, 4, 32)), array(backend, np.arange(8))
-    context = room(backend, "forward_context").ForwardContext(positions)
+    context = backend_module(backend, "forward_context").ForwardContext(positions)
     assert dtype_of(layer(streams, context)) == "bfloat16"
     aggregated, mixed, _ = layer.mlp_hyper_connection(streams, streams)
     output, bias = layer.mlp(layer.pre_mlp_layernorm(aggregated))
     assert {dtype_of(x) for x in (aggregated, mixed, output)} == {"bfloat16"}
-    assert dtype_of(room(backend, "ops").add_bias(output, bias)) == "bfloat16"
+    assert dtype_of(backend_module(backend, "ops").add_bias(output, bias)) == "bfloat16"
 
 
 @cache

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.parameters import ParameterSpec, initial_value, parameter_specs
 from diptych.plans.model.philox import DATA_SITE, attention_site, dropout_keep, mlp_site, philox_4x32
-from tests.backends import BACKENDS, TORCH_DAILY, room
+from tests.backends import BACKENDS, TORCH_DAILY, backend_module
 
 WORD = st.integers(0, 2**32 - 1)
 
@@ -36,14 +36,16 @@ def test_published_vectors(key, counter, expected):
 def test_backends_agree_bit_for_bit(key, words):
     counter = tuple(np.array(words, dtype=np.uint32).T)
     expected = philox_4x32(key, counter)
-    torch_words = room("torch", "ops").philox_4x32(key, tuple(torch.from_numpy(c.astype(np.int64)) for c in counter))
-    jax_words = room("jax", "ops").philox_4x32(key, counter)
+    torch_words = backend_module("torch", "ops").philox_4x32(
+        key, tuple(torch.from_numpy(c.astype(np.int64)) for c in counter)
+    )
+    jax_words = backend_module("jax", "ops").philox_4x32(key, counter)
     np.testing.assert_array_equal(torch.stack(torch_words).numpy(), expected)
     np.testing.assert_array_equal(np.stack(jax_words), expected)
 
 
 def dropped(backend: str, x: np.ndarray, rate: float, seed: int, site: int, step: int, samples, positions, length):
-    ops = room(backend, "ops")
+    ops = backend_module(backend, "ops")
     wrap = torch.from_numpy if backend == "torch" else jnp.asarray
     state = ops.dropout_state(seed, step, wrap(samples), wrap(positions), length)
     return np.asarray(ops.dropout(wrap(x), rate, state, site))
@@ -116,7 +118,7 @@ def test_rows_are_numbered_modulo_two_to_the_64_in_both_backends(dtype, sample, 
     samples = np.repeat(samples[:, None], 3, 1) if by_token else samples
     rows = samples.reshape(2, -1).astype(object) * (2**32 - 1) + positions
     for backend, wrap in (("torch", torch.from_numpy), ("jax", jnp.asarray)):
-        state = room(backend, "ops").dropout_state(0, 0, wrap(samples), wrap(positions), 2**32 - 1)
+        state = backend_module(backend, "ops").dropout_state(0, 0, wrap(samples), wrap(positions), 2**32 - 1)
         np.testing.assert_array_equal(np.asarray(state.row_low, np.int64), (rows % 2**32).astype(np.int64))
         np.testing.assert_array_equal(np.asarray(state.row_high, np.int64), (rows // 2**32 % 2**32).astype(np.int64))
 
@@ -160,7 +162,7 @@ def test_parameters_have_the_planned_names_shapes_and_values(backend, tied):
         params_dtype="float64",
     )
     specs = parameter_specs(config)
-    model = room(backend, "transformer").GPTModel(config)
+    model = backend_module(backend, "transformer").GPTModel(config)
     if backend == "torch":
         found = {name: p.detach().numpy() for name, p in model.named_parameters()}
     else:
@@ -174,7 +176,7 @@ def test_parameters_have_the_planned_names_shapes_and_values(backend, tied):
 
 def test_a_state_that_changed_since_forward_is_refused_by_backward():
     """A mask of other rows would give a gradient that no output had."""
-    ops = room("torch", "ops")
+    ops = backend_module("torch", "ops")
     x = torch.ones(2, 3, 8, requires_grad=True)
     state = ops.dropout_state(1, 2, torch.arange(2), torch.arange(3), 3)
     out = ops.dropout(x, 0.5, state, 4)
@@ -188,7 +190,7 @@ def test_a_state_that_changed_since_forward_is_refused_by_backward():
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp's own
 def test_dropout_under_transformations_of_torch_func():
     """Of x, of the rows, or of both: the masks are those of a loop."""
-    ops = room("torch", "ops")
+    ops = backend_module("torch", "ops")
     x = torch.randn(4, 2, 130, 3, 3, dtype=torch.float64)
     states = [ops.dropout_state(1, 2, 2 * n + torch.arange(2), torch.arange(130), 130) for n in range(4)]
     lows, highs = torch.stack([s.row_low for s in states]), torch.stack([s.row_high for s in states])

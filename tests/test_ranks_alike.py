@@ -11,7 +11,7 @@ from diptych.plans.checkpoint import check_settings_on_all_ranks, run_settings
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
 from diptych.plans.model.data import load_corpus
 from reference_torch.rank_pool import RankError, RankPool
-from tests.backends import room, tiny_corpus
+from tests.backends import backend_module, tiny_corpus
 
 MODEL = TransformerConfig(8, 1, 2, seq_length=8)
 TRAIN = TrainConfig(train_iters=4, global_batch_size=2, lr_warmup_iters=1)
@@ -34,7 +34,7 @@ def make_trainer(what: str):
 def test_ranks_with_other_data_or_settings_do_not_train_together():
     with RankPool(2, 60.0, ("reference_torch.train",)) as pool:
         pool.run(f"{__name__}:make_trainer", "nothing")
-        for what, told in (
+        for what, message in (
             ("corpus", "training_bytes: expected 3891 on every rank, as on rank 0, got 3800 on rank 1"),
             ("seed", "data_seed: expected 0 on every rank, as on rank 0, got 3 on rank 1; give the same settings"),
             ("lr", "lr: expected 0.001 on every rank, as on rank 0, got 0.5 on rank 1"),
@@ -42,11 +42,11 @@ def test_ranks_with_other_data_or_settings_do_not_train_together():
             with pytest.raises(RankError) as error:
                 pool.run(f"{__name__}:make_trainer", what)
             assert str(error.value).count(f"ValueError: {what if what == 'lr' else ''}") >= 2  # on both ranks
-            assert told in str(error.value)
+            assert message in str(error.value)
 
 
 def test_jax_asks_as_well(monkeypatch):
-    train = room("jax", "train")
+    train = backend_module("jax", "train")
     monkeypatch.setattr(train, "gather_texts", lambda text: [text, text.replace('"data_seed": 0', '"data_seed": 1')])
     with pytest.raises(ValueError, match="data_seed: expected 0 on every rank, as on rank 0, got 1 on rank 1"):
         train.Trainer(MODEL, TRAIN, tiny_corpus())
@@ -68,9 +68,9 @@ def test_a_changed_validation_fraction_is_another_run(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(np.random.default_rng(0).integers(0, 255, 2000, np.uint8).tobytes())
     first, second = (load_corpus(DataConfig(data_path=path, validation_fraction=share)) for share in (0.1, 0.3))
-    trainer = room("torch", "train").Trainer
+    trainer = backend_module("torch", "train").Trainer
     trainer(MODEL, TRAIN, first, device="cpu").save(tmp_path / "run")
-    told = "expected the settings of its run, got others: training_bytes 1800 in the checkpoint, 1400 here"
-    with pytest.raises(ValueError, match=told):
+    message = "expected the settings of its run, got others: training_bytes 1800 in the checkpoint, 1400 here"
+    with pytest.raises(ValueError, match=message):
         trainer(MODEL, TRAIN, second, device="cpu").resume(tmp_path / "run")
     trainer(MODEL, TRAIN, first, device="cpu").resume(tmp_path / "run")

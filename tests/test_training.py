@@ -10,7 +10,7 @@ from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.training import NonFiniteLossError, StepResult, check_finite, has_weight_decay, learning_rate
 from parity.compare import Comparison, GradientDifference, StepPair, compare, gradient_norms, relative_difference
 from parity.tolerances import LOSS, PARAMETERS
-from tests.backends import BACKENDS, TORCH_DAILY, room, tiny_corpus, trainers
+from tests.backends import BACKENDS, TORCH_DAILY, backend_module, tiny_corpus, trainers
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
 
@@ -119,7 +119,7 @@ def test_twenty_steps_agree_between_the_backends():
 @pytest.mark.parametrize("backend", TORCH_DAILY)
 def test_training_learns_and_is_repeatable(backend):
     config, train = replace(CONFIG, hidden_dropout=0.0, params_dtype="float32"), replace(TRAIN, train_iters=60, lr=1e-2)
-    runs = [list(room(backend, "train").train(config, train, tiny_corpus())) for _ in range(2)]
+    runs = [list(backend_module(backend, "train").train(config, train, tiny_corpus())) for _ in range(2)]
     assert [r.loss for r in runs[0]] == [r.loss for r in runs[1]]
     assert runs[0][0].loss > 5.0
     assert runs[0][-1].loss < 3.0
@@ -181,7 +181,7 @@ def test_a_model_in_stages_is_not_trained_in_part(backend, message):
     config = replace(CONFIG, pipeline_model_parallel_size=64, pipeline_model_parallel_layout=layout)
     train = replace(TRAIN, micro_batch_size=1)
     with pytest.raises(ValueError, match=message):
-        room(backend, "train").Trainer(config, train, tiny_corpus())
+        backend_module(backend, "train").Trainer(config, train, tiny_corpus())
 
 
 @pytest.mark.thorough
@@ -206,7 +206,7 @@ def test_steps_count_to_32_bits(backend):
 
     config = replace(CONFIG, params_dtype="float32")
     with jax.enable_x64(False):
-        trainer = room(backend, "train").Trainer(config, TRAIN, tiny_corpus())
+        trainer = backend_module(backend, "train").Trainer(config, TRAIN, tiny_corpus())
         batch = tiny_corpus().batch(0, 2, 12)
         losses = {trainer.loss_and_gradients(batch, step)[0] for step in (2**32 - 1, 2**31, 0)}
     assert len(losses) == 3
@@ -216,7 +216,7 @@ def test_float64_needs_jax_in_64_bits():
     import jax
 
     with jax.enable_x64(False), pytest.raises(ValueError, match=r"params_dtype: .* jax_enable_x64=False; call"):
-        room("jax", "transformer").GPTModel(CONFIG)
+        backend_module("jax", "transformer").GPTModel(CONFIG)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tests.context.jobs import (
     run_rule,
 )
 
-WAYS = {
+APPROXIMATIONS = {
     "the nearest rank": {"exchange": "ring", "truncate": 1},
     "the nearest two": {"exchange": "ring", "truncate": 2},
     "more than there are": {"exchange": "ring", "truncate": 7},

@@ -33,8 +33,8 @@ def count_sent(
     dist.isend, dist.all_gather = send, gather
     try:
         offsets = torch.tensor([0, 4 * size], dtype=torch.int32)
-        travel = {"cp_exchange": exchange, "cp_wire_dtype": wire} | dict(options)
-        context = build_cp_context(offsets, dist.group.WORLD, **travel)
+        settings = {"cp_exchange": exchange, "cp_wire_dtype": wire} | dict(options)
+        context = build_cp_context(offsets, dist.group.WORLD, **settings)
         map_ = torch.zeros(heads, key, key), torch.ones(heads, key, value)
         run_exchange(*map_, torch.zeros(heads, key), context)
     finally:

@@ -25,7 +25,7 @@ from jax_impl.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
 from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
-from tests.context.approximate_jobs import WAYS, approximated
+from tests.context.approximate_jobs import APPROXIMATIONS, approximated
 from tests.context.jobs import (
     OFFSETS,
     TOKENS,
@@ -222,10 +222,10 @@ def test_c2_c3_c4_ranks_compute_what_pytorch_does_alone(size, exchange):
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in DAILY_WAYS else pytest.mark.slow) for way in WAYS]
+    "way", [pytest.param(way, marks=() if way in DAILY_WAYS else pytest.mark.slow) for way in APPROXIMATIONS]
 )
 def test_c8_ranks_compute_what_one_process_hands_on(way):
-    case = Case(RULES[len(way) % 3], (0, TOKENS), **WAYS[way])
+    case = Case(RULES[len(way) % 3], (0, TOKENS), **APPROXIMATIONS[way])
     assert_ranks_equal(case, 4, [*OFFSETS.values()], approximated)
 
 
@@ -294,8 +294,8 @@ def test_c11_c12_a_hybrid_model_over_ranks(name, size):
     @partial(jax.shard_map, mesh=mesh, in_specs=by, out_specs=P())
     def loss(params, tokens, targets, samples, positions, offsets):
         context = build_cp_context(offsets, "cp", MODEL.linear_conv_kernel_dim, **exchange_options(MODELS[name]))
-        told = {"step": 3, "samples": samples, "positions": positions, "cp_context": context}
-        return jax.lax.pmean(nnx.merge(graph, params)(tokens, targets, **told), "cp")
+        arguments = {"step": 3, "samples": samples, "positions": positions, "cp_context": context}
+        return jax.lax.pmean(nnx.merge(graph, params)(tokens, targets, **arguments), "cp")
 
     place = np.arange(48)
     tokens, targets = (x.reshape(1, -1) for x in model_batch())

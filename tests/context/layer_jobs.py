@@ -153,11 +153,11 @@ def model_undivided(name: str) -> tuple[float, dict[str, np.ndarray]]:
 def model_part(name: str) -> tuple[float, dict[str, np.ndarray]]:
     """The same of this rank's tokens."""
     model, group = GPTModel(ALL_MODELS[name]), dist.group.WORLD if dist.is_initialized() else None
-    kernel, travel = MODEL.linear_conv_kernel_dim, exchange_options(ALL_MODELS[name])
-    context = build_cp_context(torch.from_numpy(model_offsets()), group, kernel, **travel)
+    kernel, options = MODEL.linear_conv_kernel_dim, exchange_options(ALL_MODELS[name])
+    context = build_cp_context(torch.from_numpy(model_offsets()), group, kernel, **options)
     place = torch.arange(48).chunk(context.size)[context.rank]
     tokens, targets = (torch.from_numpy(x).flatten()[place][None] for x in model_batch())
-    told = {"samples": (place // 24)[None], "positions": place % 24, "step": 3}
-    loss = model(tokens, targets, **told, cp_context=context)
+    arguments = {"samples": (place // 24)[None], "positions": place % 24, "step": 3}
+    loss = model(tokens, targets, **arguments, cp_context=context)
     loss.backward()
     return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters()}

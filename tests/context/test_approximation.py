@@ -1,4 +1,4 @@
-"""Approximate exchanges of states: what ranks compute is what one process hands on, and within its bound."""
+"""Approximate exchanges of states: what ranks compute is what one process passes on, and within its bound."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.approximate import low_rank
 from reference_torch.delta_rule import chunk_kda
 from reference_torch.rank_pool import RankPool
-from tests.context.approximate_jobs import WAYS, approximated
+from tests.context.approximate_jobs import APPROXIMATIONS, approximated
 from tests.context.jobs import OFFSETS, Case
 from tests.context.test_context_parallel import PRELOAD, assert_equal
 
@@ -34,11 +34,17 @@ def pool():
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", APPROXIMATIONS)
 def test_c8_ranks_compute_what_one_process_hands_on(pool, way):
     rules = ("kda", "gdn", "gate")
     cases = [
-        Case(rules[place % 3], tuple(offsets), disable_recompute=bool(place % 2), states=place != 2, **WAYS[way])
+        Case(
+            rules[place % 3],
+            tuple(offsets),
+            disable_recompute=bool(place % 2),
+            states=place != 2,
+            **APPROXIMATIONS[way],
+        )
         for place, offsets in enumerate(OFFSETS.values())
     ]
     for case, parts in zip(cases, zip(*pool.run("tests.context.jobs:run_parts", cases), strict=True), strict=True):

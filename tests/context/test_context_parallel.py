@@ -196,9 +196,9 @@ def context_of(offsets: list[int], **changes):
 def test_c7_of_the_first_states_one_is_kept():
     context, states = context_of([0, 2, 4, 6]), torch.zeros(3, 2, 4, 5)
     states[0] = torch.randn(2, 4, 5)
-    kept = compress_h0(states, context)
-    assert kept.shape == (1, 2, 4, 5)
-    assert torch.equal(expand_h0(kept, context), states)
+    compressed = compress_h0(states, context)
+    assert compressed.shape == (1, 2, 4, 5)
+    assert torch.equal(expand_h0(compressed, context), states)
     assert compress_h0(None, context) is None
     one = context_of([0, 6])
     assert compress_h0(states[:1], one) is not None

@@ -76,8 +76,8 @@ def test_numbers_that_are_not_finite_stay_in_their_sequence(impl):
 @pytest.mark.multiprocess
 def test_maps_of_nearest_ranks_and_of_low_rank_keep_them_apart():
     """Sequences no longer than the ranks that are looked at, and maps of full rank: nothing is left out."""
-    ways = [{"exchange": "ring", "truncate": 3}, {"exchange": "all_gather", "rank": 5}]
-    calls = [(Case("kda", tuple(OFFSETS), **way), poison) for way in ways for poison in POISONS]
+    exchanges = [{"exchange": "ring", "truncate": 3}, {"exchange": "all_gather", "rank": 5}]
+    calls = [(Case("kda", tuple(OFFSETS), **way), poison) for way in exchanges for poison in POISONS]
     with RankPool(4, preload=("torch.distributed", "tests.context.jobs")) as pool:
         found = pool.run("tests.context.jobs:poisoned_parts", calls)
     for (case, poison), parts in zip(calls, zip(*found, strict=True), strict=True):

@@ -18,7 +18,7 @@ from parity.ranks import RankTrainer
 from reference_torch.rank_pool import RankPool
 from reference_torch.train import Trainer
 from tests.backends import rounds, tiny_corpus
-from tests.pipeline.test_training import course, worst
+from tests.pipeline.test_training import trajectory, worst
 from tests.test_documents import corpus_of_documents
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ APPROXIMATE = {
     "the nearest": {"context_parallel_size": 6, "cp_exchange": "ring", "cp_truncate_ranks": 1},
     "rank 1": {"context_parallel_size": 6, "cp_transition_rank": 1},
 }
-"""Not what one process computes, and the same in both backends; a sequence lies on three ranks."""
+"""Not what one process computes, and the same in both backends; a sequence is divided among three ranks."""
 TORCH_ALONE = ("tokens counted",)
 CORPORA = {"documents": corpus_of_documents, "text": tiny_corpus}
 DAILY = (
@@ -88,7 +88,7 @@ def config_of(cut: str) -> TransformerConfig:
 def undivided_outcome(cut: str, corpus: Corpus) -> tuple:
     """Of PyTorch in one process."""
     alone = replace(CONFIG, **HYPER) if "recomputed" in cut else CONFIG
-    return course(Trainer(alone, TRAIN, corpus, device="cpu"), corpus)
+    return trajectory(Trainer(alone, TRAIN, corpus, device="cpu"), corpus)
 
 
 def assert_same(found: tuple, expected: tuple) -> None:
@@ -110,7 +110,7 @@ def assert_same(found: tuple, expected: tuple) -> None:
 def test_c11_c12_torch_trains_as_one_process(cut, name):
     corpus = CORPORA[name]()
     with RankTrainer(config_of(cut), TRAIN, corpus) as trainer:
-        assert_same(course(trainer, corpus), undivided_outcome(cut, corpus))
+        assert_same(trajectory(trainer, corpus), undivided_outcome(cut, corpus))
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_c11_c12_jax_trains_with_replicas(cut, tmp_path):
 def test_c8_both_train_alike_with_states_that_are_not_passed_on_whole(cut, tmp_path):
     corpus = tiny_corpus()
     with RankTrainer(config_of(cut), TRAIN, corpus) as trainer:
-        found = course(trainer, corpus)
+        found = trajectory(trainer, corpus)
     assert_same(in_jax(cut, tmp_path, "text")["text"], found)
     assert worst(found, undivided_outcome(cut, corpus))[0] > 1e-9  # something was left out
 

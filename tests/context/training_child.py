@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax_impl import ops
 from jax_impl.train import Trainer
 from tests.context.test_training import APPROXIMATE, CONFIG, CORPORA, CUTS, STAGES, TRAIN, config_of
-from tests.pipeline.test_training import course
+from tests.pipeline.test_training import trajectory
 
 
 def main(cut: str, folder: Path, rounds: int, corpora: list[str]) -> None:
@@ -36,7 +36,7 @@ def main(cut: str, folder: Path, rounds: int, corpora: list[str]) -> None:
         mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), ("dp", "cp", "pp"))
     for name in corpora:
         corpus = CORPORA[name]()
-        (folder / name).write_bytes(pickle.dumps(course(Trainer(config, TRAIN, corpus, mesh), corpus)))
+        (folder / name).write_bytes(pickle.dumps(trajectory(Trainer(config, TRAIN, corpus, mesh), corpus)))
 
 
 if __name__ == "__main__":

@@ -143,10 +143,10 @@ def test_a_hybrid_model_over_ranks(name, size):
     def loss(params, tokens, targets, samples, positions, offsets):
         how = exchange_options(PIPELINED_MODELS[name])
         context = build_cp_context(offsets, "cp", MODEL.linear_conv_kernel_dim, **how)
-        told = {"step": 3, "samples": samples, "positions": positions, "cp_context": context}
+        arguments = {"step": 3, "samples": samples, "positions": positions, "cp_context": context}
 
         def one(number):
-            return nnx.merge(graph, params)(tokens, (targets + 1 - number) % 32, **told)
+            return nnx.merge(graph, params)(tokens, (targets + 1 - number) % 32, **arguments)
 
         return jax.lax.pmean(over_microbatches(one, 2, "cp")[1], "cp")
 

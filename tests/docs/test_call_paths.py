@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diptych.plans.config import TransformerConfig
-from tests.backends import room
+from tests.backends import backend_module
 from tests.docs.pages import PAGES, ROOT
 
 STREAMS = 7
@@ -68,7 +68,7 @@ def modules_with_the_value(backend: str, impl: str) -> set[str]:
 
 def train_once(backend: str, config: TransformerConfig, tokens: np.ndarray) -> None:
     """Run forward and backward of a new model."""
-    model = room({"reference_torch": "torch", "jax_impl": "jax"}[backend], "transformer").GPTModel(config)
+    model = backend_module({"reference_torch": "torch", "jax_impl": "jax"}[backend], "transformer").GPTModel(config)
     if backend == "reference_torch":
         import torch
 

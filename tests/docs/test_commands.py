@@ -19,13 +19,13 @@ CURRENT = {page: text for page, text in PAGES.items() if not page.startswith("hi
 """Pages whose commands exist today; records keep the commands of their day."""
 
 COMMAND = r"(?:diptych|torchrun|python -m|make) [^`\n]*?"
-SHOWN = [
+ON_LINES = [
     (page, shlex.split(command, comments=True))
     for page, text in CURRENT.items()
     for command in re.findall(rf"^    ({COMMAND})$", text.replace("\\\n", ""), re.MULTILINE)
 ]
 """Lines of their own."""
-TOLD = [
+IN_SENTENCES = [
     (page, shlex.split(" ".join(command.split())))
     for page, text in CURRENT.items()
     for command in re.findall(r"(?<!`)`((?:diptych|torchrun|python -m|make) [^`]*)`(?!`)", text)
@@ -43,7 +43,9 @@ def unique(commands: list[list[str]]) -> list[list[str]]:
     return [list(words) for words in dict.fromkeys(map(tuple, commands))]
 
 
-WHOLE = unique([words for _, words in SHOWN] + [words for _, words in TOLD if words[0] != "diptych" or is_whole(words)])
+WHOLE = unique(
+    [words for _, words in ON_LINES] + [words for _, words in IN_SENTENCES if words[0] != "diptych" or is_whole(words)]
+)
 PLANS = [words for words in WHOLE if words[:2] == ["diptych", "plan"]]
 LOCATING = [words for words in WHOLE if words[:2] == ["diptych", "locate"]]
 TRAINING = [words for words in WHOLE if words[0] == "torchrun" or words[1] in ("train", "compare")]
@@ -99,13 +101,15 @@ def test_training_runs_when_made_small(words, tmp_path):
     assert "equal within tolerance" in printed or re.search(r"validation loss: \d\.\d+", printed)
 
 
-@pytest.mark.parametrize("words", unique([w for _, w in TOLD if w[0] == "diptych" and not is_whole(w)]), ids=" ".join)
+@pytest.mark.parametrize(
+    "words", unique([w for _, w in IN_SENTENCES if w[0] == "diptych" and not is_whole(w)]), ids=" ".join
+)
 def test_commands_told_in_passing_exist(words, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*words[1:2], "--help"])
     assert stop.value.code == 0
-    told = capsys.readouterr().out
-    assert all(word in told for word in words[2:])
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in words[2:])
 
 
 TABLES = {

@@ -200,10 +200,10 @@ def test_the_picture_is_drawn(tmp_path, monkeypatch):
 
 @pytest.mark.multiprocess
 def test_errata_print_what_is_shown(tmp_path):
-    (shown,) = [
+    (printed,) = [
         code for mark, name, _, code in BLOCK.findall(PAGES["history/errata.md"]) if name == "docs.generate.errata"
     ]
-    assert run(["-m", "docs.generate.errata"], tmp_path) == shown
+    assert run(["-m", "docs.generate.errata"], tmp_path) == printed
 
 
 @pytest.mark.multiprocess

@@ -177,15 +177,15 @@ def results(model, tokens: np.ndarray) -> Results:
 
 def gradients_of(model) -> dict[str, np.ndarray]:
     """Gradients as the tensors that transformers would save if they were the weights."""
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
-        for target, source in zip(twin.parameters(), model.parameters(), strict=True):
+        for target, source in zip(copied.parameters(), model.parameters(), strict=True):
             target.copy_(source.grad)
-        for name, buffer in twin.named_buffers():
+        for name, buffer in copied.named_buffers():
             if name.endswith(BIAS):
                 buffer.zero_()  # it has no gradient
     with tempfile.TemporaryDirectory() as folder:
-        file = TensorFile(save(twin, Path(folder)) / "model.safetensors")
+        file = TensorFile(save(copied, Path(folder)) / "model.safetensors")
         return {name: file.read(name).copy() for name in file.tensors}
 
 

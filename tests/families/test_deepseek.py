@@ -11,7 +11,7 @@ import torch
 from diptych.plans.config import TransformerConfig
 from parity.compare import relative_difference
 from parity.implementations import OUTPUT, Values, make_inputs
-from tests.backends import BACKENDS, IMPLEMENTATIONS, around, normal, room
+from tests.backends import BACKENDS, IMPLEMENTATIONS, around, backend_module, normal
 from tests.families import models
 
 deepseek = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
@@ -87,7 +87,7 @@ def read_and_write(module: Any, x: Any, y: Any) -> tuple:
 
 def ours(kind: str, backend: str, config: TransformerConfig) -> dict[str, np.ndarray]:
     """Outputs and gradients of our module with the same parameters."""
-    modules = room(backend, "hyper_connections")
+    modules = backend_module(backend, "hyper_connections")
     _, (phi, alpha, bias) = {"connection": connection, "head": head}[kind]()
     parameters = {"phi": phi.detach().numpy().T.copy(), "alpha": alpha.detach().numpy(), "bias": bias.detach().numpy()}
     x, y = normal(7, 2, 5, S, D), normal(8, 2, 5, D)

@@ -12,7 +12,7 @@ from diptych.plans.families.folder import import_folder
 from diptych.plans.families.layouts import assemble
 from parity.compare import relative_difference
 from parity.implementations import OUTPUT, Values, make_inputs
-from tests.backends import BACKENDS, IMPLEMENTATIONS, room
+from tests.backends import BACKENDS, IMPLEMENTATIONS, backend_module
 from tests.families import models
 
 pytestmark = pytest.mark.thorough
@@ -35,7 +35,7 @@ def mean_loss(logits: torch.Tensor, tokens: np.ndarray) -> torch.Tensor:
 def run(backend: str, config, parameters, tokens: np.ndarray) -> models.Results:
     """The results of an imported model in a backend."""
     call = make_inputs([tokens])
-    side = IMPLEMENTATIONS[backend](room(backend, "transformer").GPTModel(config), call)
+    side = IMPLEMENTATIONS[backend](backend_module(backend, "transformer").GPTModel(config), call)
     values = Values(call.arrays, parameters)
     logits = torch.tensor(side.run(values, "float64", None).outputs[OUTPUT], requires_grad=True)
     loss = mean_loss(logits, tokens)

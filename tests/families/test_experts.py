@@ -11,7 +11,7 @@ import torch
 from diptych.plans.config import TransformerConfig
 from parity.compare import relative_difference
 from parity.implementations import OUTPUT, Values, make_inputs
-from tests.backends import BACKENDS, IMPLEMENTATIONS, around, call, normal, room, value_and_gradients
+from tests.backends import BACKENDS, IMPLEMENTATIONS, around, backend_module, call, normal, value_and_gradients
 from tests.families import models
 
 deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
@@ -93,7 +93,7 @@ def ours(backend: str, config: TransformerConfig, x: np.ndarray) -> dict[str, np
     parameters = renamed({name: parameter.detach().numpy() for name, parameter in layer.named_parameters()})
     parameters["router.expert_bias"] = layer.gate.e_score_correction_bias.numpy()
     given = make_inputs([x])
-    inner = room(backend, "mlp").MixtureOfExperts(config, 0, "mlp")
+    inner = backend_module(backend, "mlp").MixtureOfExperts(config, 0, "mlp")
     side = IMPLEMENTATIONS[backend](around(backend, inner, lambda inner, x: inner(x)[0]), given)
     values = Values(given.arrays, {f"inner.{name}": value for name, value in parameters.items()})
     run = side.run(values, None, lambda name, output: normal(20, *output.shape))
@@ -145,7 +145,7 @@ def test_a_bias_in_the_weights_is_seen(monkeypatch):
 def test_the_first_of_equal_experts_is_chosen(backend):
     """Equal scores, as those of a router of zeros, give the same experts in both backends."""
     scores = np.array([[0.5, 0.5, 0.5, 0.5], [0.1, 0.7, 0.7, 0.7], [0.3, 0.2, 0.3, 0.2]])
-    function = room(backend, "mlp").choose_experts
+    function = backend_module(backend, "mlp").choose_experts
     np.testing.assert_array_equal(call(backend, lambda x: function(x, 2), scores), [[0, 1], [1, 2], [0, 2]])
     grouped = call(backend, lambda x: function(x, 1, None, 2, 1), scores)
     np.testing.assert_array_equal(grouped, [[0], [2], [0]])
@@ -161,7 +161,7 @@ def test_the_load_balancing_loss_is_that_of_transformers(backend):
     router = torch.from_numpy(logits).requires_grad_()
     expected = load_balancing_loss_func((router,), experts, topk) / topk
     (gradient,) = torch.autograd.grad(expected, router)
-    functions = room(backend, "mlp"), room(backend, "balance")
+    functions = backend_module(backend, "mlp"), backend_module(backend, "balance")
 
     def loss(logits):
         scores = logits.softmax(-1) if backend == "torch" else jax.nn.softmax(logits)
@@ -191,7 +191,7 @@ def test_documents_are_balanced_each_by_itself():
 def test_scores_near_zero_have_finite_gradients(backend):
     """Sigmoids whose sum is near the number that is added to it, in float32; JAX once divided by its square."""
     logits = np.array([[-50.0, -50.5, -51.0], [-95.0, -96.0, -97.0], [1.0, -50.0, -51.0]], np.float32)
-    balance = room(backend, "balance")
+    balance = backend_module(backend, "balance")
 
     def ratios(x):
         return balance.divided_by_sum(x.sigmoid() if backend == "torch" else jax.nn.sigmoid(x))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from diptych.plans.families.folder import import_folder
-from tests.backends import TORCH_DAILY, room
+from tests.backends import TORCH_DAILY, backend_module
 from tests.families import models
 
 pytestmark = pytest.mark.thorough
@@ -22,8 +22,8 @@ def test_generates_what_transformers_generates(family, backend, tmp_path):
         expected = model.generate(
             torch.from_numpy(prompt), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, eos_token_id=None
         )
-    loaded = room(backend, "saving").load_model(checkpoint, seq_length=prompt.size + NEW)
-    decoder = room(backend, "decoding").Decoder(loaded)
+    loaded = backend_module(backend, "saving").load_model(checkpoint, seq_length=prompt.size + NEW)
+    decoder = backend_module(backend, "decoding").Decoder(loaded)
     tokens = [*prompt[0]]
     for _ in range(NEW):
         tokens.append(int(decoder.next_logits(np.array(tokens)).argmax()))

@@ -1,4 +1,4 @@
-"""Cases that damage what a run lies on: checkpoints, the corpus, the disk."""
+"""Cases that damage what a run needs: checkpoints, the corpus, the disk."""
 
 import os
 import shutil

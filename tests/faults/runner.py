@@ -61,9 +61,9 @@ class Result:
 
 def _program_words(program: dict[str, Any]) -> str:
     error = program["error"]
-    shown = error if len(error) <= LONGEST else error[:LONGEST] + "..."
+    shortened = error if len(error) <= LONGEST else error[:LONGEST] + "..."
     words = f"exit code {program['exit code']}, gone {program['seconds']:.1f} s after the {program['since']}"
-    return words + (f", `{shown}`" if shown else "")
+    return words + (f", `{shortened}`" if shortened else "")
 
 
 def main(arguments: Sequence[str], cases: Sequence[Case] = CASES, layouts: Sequence[str] | None = None) -> int:

@@ -120,9 +120,9 @@ class Room:
         laid = laid[: laid.index("--nproc")] if launcher else laid
         arguments = [*flags, *COMMON, *laid, *more]
         module = launcher or ["parity.cli" if fault is None else "tests.faults.faults", "train"]
-        told = {} if fault is None else fault.environment(self.backend, struck)
+        variables = {} if fault is None else fault.environment(self.backend, struck)
         command = [*prefix, sys.executable, "-m", *module, *arguments]
-        return Program(self, command, {**self._environment(), **told}, struck)
+        return Program(self, command, {**self._environment(), **variables}, struck)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Raises Unexpected where the case is overdue."""
@@ -135,9 +135,9 @@ class Room:
         if not condition:
             raise Unexpected(otherwise)
 
-    def note(self, told: str) -> None:
+    def note(self, text: str) -> None:
         """Write down something that was observed."""
-        self.observed.notes.append(told)
+        self.observed.notes.append(text)
 
     def ended_run(self, newest: int = LAST) -> Path:
         """A copy of the uninterrupted run as it was when its checkpoint of that step was its newest."""
@@ -230,8 +230,8 @@ class Program:
 
     def wait(self) -> float:
         """Until the program and all it has started are gone; seconds since the fault, or else since the start."""
-        told = f"the end of the program and its ranks: {self.errors.splitlines()[-3:]}"
-        self.room.wait_until(lambda: self.process.poll() is not None and not marked(self.room.mark), told)
+        what = f"the end of the program and its ranks: {self.errors.splitlines()[-3:]}"
+        self.room.wait_until(lambda: self.process.poll() is not None and not marked(self.room.mark), what)
         return time.monotonic() - (self.struck or self.begun)
 
     def expect_end(

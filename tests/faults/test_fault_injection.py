@@ -122,10 +122,10 @@ def test_exit_code_says_whether_all_was_as_expected(capsys):
     assert runner.main([], [good, bad], layouts=()) == 1
     assert runner.main(["fine"], [good, bad], layouts=()) == 0
     assert runner.main(["nothing", "like", "it"], [good, bad], layouts=()) == 2
-    told = capsys.readouterr()
-    assert "1 of 2 cases as expected" in told.out
-    assert "NO: 1 + 1: expected 3, got 2" in re.sub(r"\s+", " ", told.out)
-    assert "faults: expected words of a case's name, got 'nothing like it'" in told.err
+    printed = capsys.readouterr()
+    assert "1 of 2 cases as expected" in printed.out
+    assert "NO: 1 + 1: expected 3, got 2" in re.sub(r"\s+", " ", printed.out)
+    assert "faults: expected words of a case's name, got 'nothing like it'" in printed.err
 
 
 def test_page_and_results_have_every_case_and_no_other():

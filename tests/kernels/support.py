@@ -13,7 +13,7 @@ from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels import torch_backend as torch_ops
 from parity.compare import relative_difference
 from reference_torch import hyper_connections, ops
-from tests.backends import normal, room
+from tests.backends import backend_module, normal
 
 KERNEL_BACKENDS = {"torch": torch_ops, "jax": jax_ops}
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 def rows(backend: str, lead: tuple[int, int], seed: int = 7, step: int = 3, device=None):
     array = jnp.arange if backend == "jax" else partial(torch.arange, device=device)
-    return room(backend, "ops").dropout_state(seed, step, array(lead[0]), array(lead[1]), lead[1])
+    return backend_module(backend, "ops").dropout_state(seed, step, array(lead[0]), array(lead[1]), lead[1])
 
 
 def written(module, backend: str, x, h_res, y, bias, h_post, **impl):

@@ -31,7 +31,7 @@ from reference_torch.delta_rule import (
     recurrent_gated_delta_rule,
     recurrent_kda,
 )
-from tests.backends import BACKENDS, TORCH_DAILY, assert_close, model_gradients, normal, room
+from tests.backends import BACKENDS, TORCH_DAILY, assert_close, backend_module, model_gradients, normal
 
 RULES = {"kda": (chunk_kda, recurrent_kda), "gated_delta_rule": (chunk_gated_delta_rule, recurrent_gated_delta_rule)}
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -182,7 +182,7 @@ def test_scale_and_rows(backend):
     arrays, _ = drawn_arrays("gated_delta_rule", 10, 2, 5, 1, 1, 3, 2, 2)
     array = torch.from_numpy if backend == "torch" else jnp.asarray
     q, k, v, g, beta, state = map(array, arrays)
-    rule = room(backend, "delta_rule").chunk_gated_delta_rule
+    rule = backend_module(backend, "delta_rule").chunk_gated_delta_rule
     found = [
         rule(q, k, v, g, beta, scale=0.3, initial_state=state, output_final_state=True, impl=impl)
         for impl in ("triton", "reference")
@@ -240,7 +240,7 @@ def test_backends_agree_bitwise(rule, dtype):
     @jax.jit
     def ours(offsets, *given):
         def run(*given):
-            rule_of = getattr(room("jax", "delta_rule"), RULES[rule][0].__name__)
+            rule_of = getattr(backend_module("jax", "delta_rule"), RULES[rule][0].__name__)
             states = {"initial_state": given[5], "output_final_state": True}
             return rule_of(*given[:5], cu_seqlens=offsets, **states, **options)
 
@@ -256,7 +256,7 @@ def test_backends_agree_bitwise(rule, dtype):
 def test_jax_takes_offsets_it_does_not_know(rule):
     """Traced, they bound the number of chunks, of which some are none."""
     arrays, _ = drawn_arrays(rule, 7, 1, 21, 1, 1, 5, 3, 3)
-    run = partial(getattr(room("jax", "delta_rule"), RULES[rule][0].__name__), impl="triton", chunk_size=16)
+    run = partial(getattr(backend_module("jax", "delta_rule"), RULES[rule][0].__name__), impl="triton", chunk_size=16)
     offsets = np.array([0, 4, 4, 21], np.int32)
     given = [jnp.asarray(x, jnp.float32) for x in arrays[:5]]
     known, _ = jax.jit(partial(run, cu_seqlens=offsets))(*given)
@@ -376,7 +376,7 @@ def test_grids_are_within_what_a_gpu_takes(tokens, sequences, heads, key, value,
 def test_too_wide_heads_are_refused(backend):
     array = torch.zeros if backend == "torch" else jnp.zeros
     q, v, g = array((1, 4, 1, 257)), array((1, 4, 1, 2)), array((1, 4, 1))
-    rule = room(backend, "delta_rule").chunk_gated_delta_rule
+    rule = backend_module(backend, "delta_rule").chunk_gated_delta_rule
     with pytest.raises(
         ValueError, match=r"q: expected at most 256 channels, got 257; impl='reference' supports any number"
     ):

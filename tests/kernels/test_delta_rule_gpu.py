@@ -13,7 +13,7 @@ from diptych_kernels import api as functions
 from diptych_kernels import torch_backend as torch_ops
 from reference_torch.delta_rule import chunk_gated_delta_rule
 from reference_torch.transformer import GPTModel
-from tests.backends import normal, room
+from tests.backends import backend_module, normal
 from tests.kernels.test_delta_rule import HYBRID, NAMES, RULES, drawn_arrays, error, torch_gradients, within_budget
 from tests.kernels.test_gpu import NEEDS_JAX
 
@@ -60,7 +60,7 @@ def test_backends_agree(rule, shape, dtype):
     )
     types = ["float32" if name in ("g", "initial_state") else dtype for name in NAMES]
     given = [jnp.asarray(x, d) for x, d in zip(arrays, types, strict=True)]
-    rule_of = getattr(room("jax", "delta_rule"), RULES[rule][0].__name__)
+    rule_of = getattr(backend_module("jax", "delta_rule"), RULES[rule][0].__name__)
 
     @jax.jit
     def ours(*given):

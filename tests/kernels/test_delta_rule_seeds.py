@@ -14,7 +14,7 @@ from diptych_kernels import aot as ahead
 from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels.delta_rule import launch_configs as launches
 from parity.compare import relative_difference
-from tests.backends import room
+from tests.backends import backend_module
 from tests.kernels.test_ahead import offset_types
 from tests.kernels.test_delta_rule import RULES, drawn_arrays
 
@@ -48,14 +48,14 @@ def test_compose_waits_before_it_reads_what_it_wrote(back):
 def test_products_of_wide_numbers_are_as_exact_as_they_are(dtype, expected):
     """The interpreter knows no tf32: it would hide eleven bits."""
     whatever = {"solve": "ieee", "compose": "ieee" if dtype == "float64" else "tf32x3"}
-    told = {}
+    precisions = {}
     for per_channel in (True, False):
         for recorded in ahead.delta_rule(per_channel, dtype=dtype, **SMALL):
             name, constants = recorded.launch.kernel.rsplit(".", 1)[1], dict(recorded.launch.constants)
             if "PRECISION" in constants:
-                told.setdefault(name, set()).add(constants["PRECISION"])
-    assert {*whatever, "scan_forward", "scan_backward"} <= {*told}
-    assert told == {name: {whatever.get(name, expected)} for name in told}
+                precisions.setdefault(name, set()).add(constants["PRECISION"])
+    assert {*whatever, "scan_forward", "scan_backward"} <= {*precisions}
+    assert precisions == {name: {whatever.get(name, expected)} for name in precisions}
 
 
 def test_offsets_jax_does_not_know_may_need_every_chunk():
@@ -63,7 +63,7 @@ def test_offsets_jax_does_not_know_may_need_every_chunk():
     assert most_chunks(20, 4, size) == sum(-(-n // size) for n in np.diff(offsets)), "no chunk to spare"
     arrays, _ = drawn_arrays("gated_delta_rule", 7, 1, 20, 1, 1, 3, 2, 4)
     given = [jnp.asarray(x, jnp.float32) for x in arrays[:5]]
-    rule = room("jax", "delta_rule").chunk_gated_delta_rule
+    rule = backend_module("jax", "delta_rule").chunk_gated_delta_rule
 
     def run(offsets, impl):
         return rule(*given, cu_seqlens=offsets, chunk_size=size, impl=impl)[0]
@@ -108,7 +108,7 @@ def test_states_may_pass_what_float16_holds():
     found = {}
     for impl in ("triton", "reference"):
         given = [x.half().requires_grad_() for x in (q, k, v)]
-        rule = room("torch", "delta_rule").chunk_gated_delta_rule
+        rule = backend_module("torch", "delta_rule").chunk_gated_delta_rule
         o, final = rule(*given, g.float(), beta.float(), output_final_state=True, impl=impl)
         gradients = torch.autograd.grad(0.01 * (o.float().sum() + final.sum()), given)
         found[impl] = [x.detach().double().numpy() for x in (o, final, *gradients)]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels import torch_backend as torch_ops
-from tests.backends import BACKENDS, assert_close, model_gradients, normal, room, value_and_gradients
+from tests.backends import BACKENDS, assert_close, backend_module, model_gradients, normal, value_and_gradients
 from tests.kernels.support import MODEL
 
 # What JAX wraps around a function.
@@ -119,7 +119,7 @@ def test_kernels_run_only_where_they_are_asked_for(backend, monkeypatch):
     run = torch_ops.run
     monkeypatch.setattr(torch_ops, "run", lambda launch, inputs: launched.append(launch.kernel) or run(launch, inputs))
     x = normal(0, 1, 2, 6)
-    swiglu = room(backend, "ops").swiglu
+    swiglu = backend_module(backend, "ops").swiglu
     for impl, expected in (("auto", 0), ("reference", 0), ("triton", 1)):
         launched.clear()
         value_and_gradients(backend, partial(swiglu, impl=impl), [x])

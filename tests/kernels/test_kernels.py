@@ -13,7 +13,7 @@ from diptych.plans.model.philox import dropout_keep
 from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels import torch_backend as torch_ops
 from reference_torch import hyper_connections, ops
-from tests.backends import BACKENDS, assert_close, normal, room, value_and_gradients
+from tests.backends import BACKENDS, assert_close, backend_module, normal, value_and_gradients
 from tests.kernels.support import CASES, KERNEL_BACKENDS, R, assert_within_budget, error, inputs_of, torch_gradients
 
 HARD = [((1, 5), 3, 33, "float64"), ((3, 1), 5, 20, "float32"), ((1, 7), 2, 1, "bfloat16"), ((3, 7), 8, 70, "float16")]
@@ -64,7 +64,7 @@ def test_backends_agree_bitwise(name, bucket):
 def test_jax_backend_equals_the_jax_reference(name):
     case = CASES[name]
     arrays = inputs_of(case, (2, 3), 4, 12, seed=2)
-    reference = case.reference(room("jax", "hyper_connections"), room("jax", "ops"), "jax")
+    reference = case.reference(backend_module("jax", "hyper_connections"), backend_module("jax", "ops"), "jax")
     ours = value_and_gradients("jax", case.kernel(jax_ops, "jax"), arrays)
     for one, other in zip(ours, value_and_gradients("jax", reference, arrays), strict=True):
         assert_close(one, other, 1e-13)

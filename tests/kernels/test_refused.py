@@ -11,7 +11,7 @@ from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels import torch_backend as torch_ops
 from diptych_kernels import tuning
 from reference_torch import hyper_connections, ops
-from tests.backends import room
+from tests.backends import backend_module
 from tests.kernels.support import MODEL, R, rows
 
 X, H = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4)
@@ -89,7 +89,7 @@ def test_jax_triton_missing_says_what_to_install(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(tuning, "choose", lambda build, *_: tuning.first(build))
     with pytest.raises(ImportError, match=r"expected jax-triton .* pip install 'jax-triton>=0\.3\.1' 'jax\[cuda13\]'"):
-        room("jax", "ops").gelu(jnp.zeros((3, 77)), impl="triton")
+        backend_module("jax", "ops").gelu(jnp.zeros((3, 77)), impl="triton")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a PyTorch without CUDA")

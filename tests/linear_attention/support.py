@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.backends import room, value_and_gradients
+from tests.backends import backend_module, value_and_gradients
 
 RULES = ("kda", "gated_delta_rule")
 TOLERANCE = 1e-10
@@ -65,7 +65,7 @@ def make_case(
 
 def run(backend: str, form: str, case: Case, seed: int = 0, **more) -> list[np.ndarray]:
     """Outputs, final states, and gradients of every argument, under random cotangents."""
-    function = getattr(room(backend, "delta_rule"), f"{form}_{case.rule}")
+    function = getattr(backend_module(backend, "delta_rule"), f"{form}_{case.rule}")
     names = list(case.arrays)
 
     def call(*values):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diptych.plans.model.delta_rule import SAVED
-from tests.backends import TORCH_DAILY, TORCH_FIRST, assert_close, normal, room
+from tests.backends import TORCH_DAILY, TORCH_FIRST, assert_close, backend_module, normal
 from tests.linear_attention.support import RULES, TOLERANCE, Case, make_case, run
 
 
@@ -68,7 +68,7 @@ def saved_by_torch(case: Case, **options) -> list[torch.Tensor]:
     saved: list[torch.Tensor] = []
     arrays = {n: torch.from_numpy(x) for n, x in case.arrays.items()}
     arrays = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in arrays.items()}
-    function = getattr(room("torch", "delta_rule"), f"chunk_{case.rule}")
+    function = getattr(backend_module("torch", "delta_rule"), f"chunk_{case.rule}")
 
     def pack(x):
         saved.append(x)
@@ -93,11 +93,11 @@ def test_torch_saves_its_arguments_and_a_state_a_segment():
 
 def test_jax_saves_its_arguments_and_a_state_a_segment():
     case = make_case(length=1200, key=4, width=3, gate=True)
-    function = room("jax", "delta_rule").chunk_kda
+    function = backend_module("jax", "delta_rule").chunk_kda
     program = jax.make_jaxpr(lambda a: jax.vjp(lambda a: function(**a, **case.options)[0], a)[1])(case.arrays)
-    kept = Counter(v.aval.shape for v in program.jaxpr.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating))
+    saved = Counter(v.aval.shape for v in program.jaxpr.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating))
     wanted = Counter(case.arrays[name].shape for name in SAVED[:-2]) + Counter([(1, 2, 4, 3), (2, 2, 4, 3)])
-    assert kept == wanted
+    assert saved == wanted
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -124,7 +124,7 @@ def test_the_use_in_its_source_runs_as_written(backend):
     else:
         q, k, v, g, beta = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, g, beta))
         A_log, dt_bias, offsets = jnp.float32(A_log), jnp.float32(dt_bias), jnp.int32([0, 96])
-    rule = room(backend, "delta_rule")
+    rule = backend_module(backend, "delta_rule")
     o, final_state = rule.chunk_kda(
         q=q,
         k=k,
@@ -166,7 +166,7 @@ def test_more_heads_of_sequences_than_a_grid_has_places(backend):
 @pytest.mark.parametrize("keep", [False, True])
 def test_one_of_two_results_may_be_all_that_is_used(which, keep):
     case = make_case(length=20)
-    rule = room("torch", "delta_rule")
+    rule = backend_module("torch", "delta_rule")
     found = []
     for function, options in ((rule.recurrent_kda, {}), (rule.chunk_kda, {"chunk_size": 8, "disable_recompute": keep})):
         arrays = {n: torch.tensor(x, requires_grad=True) for n, x in case.arrays.items()}

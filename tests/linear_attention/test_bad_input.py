@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diptych.plans.model.delta_rule import ArrayInfo, DeltaRuleOptions, check_arguments
-from tests.backends import BACKENDS, room
+from tests.backends import BACKENDS, backend_module
 from tests.linear_attention.support import make_case
 
 
@@ -79,7 +79,7 @@ def test_bad_input_is_named(backend, name):
     arguments = {n: convert(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
     if name in ("offsets' type", "offsets' start", "offsets' end", "offsets' order", "one offset"):
         arguments.pop("initial_state")
-    rule = room(backend, "delta_rule")
+    rule = backend_module(backend, "delta_rule")
     with pytest.raises(ValueError, match=message):
         rule.chunk_kda(**arguments)
     if name not in ("chunks", "impl"):
@@ -97,7 +97,7 @@ def test_an_array_that_is_missing_is_named(missing):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bad_input_of_gdn_is_named(backend):
-    rule = room(backend, "delta_rule")
+    rule = backend_module(backend, "delta_rule")
     convert = torch.from_numpy if backend == "torch" else jnp.asarray
     arguments = {n: convert(x) for n, x in wrong().items()}
     for function in (rule.recurrent_gated_delta_rule, rule.chunk_gated_delta_rule):

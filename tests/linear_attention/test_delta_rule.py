@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.plans.model.delta_rule import cut_into_chunks, most_chunks
-from tests.backends import BACKENDS, TORCH_DAILY, TORCH_FIRST, assert_close, draws_are_fixed, normal, room
+from tests.backends import BACKENDS, TORCH_DAILY, TORCH_FIRST, assert_close, backend_module, draws_are_fixed, normal
 from tests.linear_attention.support import RULES, TOLERANCE, Case, cases, make_case, run
 
 
@@ -65,7 +65,7 @@ MARKS |= {name: [pytest.mark.slow] for name in ("batch", "one token", "zeros")}
 
 def compiled(form: str, like: Case, **more):
     """A function of cases like this one to what ``run`` returns, in JAX, for any number of them compiled once."""
-    function = getattr(room("jax", "delta_rule"), f"{form}_{like.rule}")
+    function = getattr(backend_module("jax", "delta_rule"), f"{form}_{like.rule}")
 
     def call(arrays, fixed):
         return function(**arrays, **fixed, output_final_state=True, **like.options, **more)
@@ -126,7 +126,7 @@ def test_jax_is_torch_by_segments(keep, monkeypatch):
 def test_known_offsets_make_no_padding_and_compute_the_same(rule):
     """Where jit does not trace cu_seqlens, chunks are counted."""
     case = make_case(rule, length=64, offsets=[0, 32, 64])
-    function = getattr(room("jax", "delta_rule"), f"chunk_{rule}")
+    function = getattr(backend_module("jax", "delta_rule"), f"chunk_{rule}")
     offsets = case.arrays.pop("cu_seqlens")
     o, state = jax.jit(lambda a: function(**a, cu_seqlens=offsets, chunk_size=16, output_final_state=True))(case.arrays)
     expected = run("torch", "recurrent", Case(rule, case.arrays | {"cu_seqlens": offsets}, {}))
@@ -137,7 +137,7 @@ def test_known_offsets_make_no_padding_and_compute_the_same(rule):
 @pytest.mark.parametrize("keep", [False, True])
 def test_gradients_are_those_of_finite_differences(rule, keep):
     case = make_case(rule, length=7, heads=1, group=2, key=3, width=2)
-    function = getattr(room("torch", "delta_rule"), f"chunk_{rule}")
+    function = getattr(backend_module("torch", "delta_rule"), f"chunk_{rule}")
 
     def call(*values):
         arrays = dict(zip(case.arrays, values, strict=True))
@@ -151,7 +151,7 @@ def test_gradients_are_those_of_finite_differences(rule, keep):
 @pytest.mark.parametrize("strength", [1.0, 50.0])
 def test_no_output_depends_on_later_tokens(backend, rule, strength):
     """Bitwise equal, whatever comes later, and however strongly it decays."""
-    function = getattr(room(backend, "delta_rule"), f"chunk_{rule}")
+    function = getattr(backend_module(backend, "delta_rule"), f"chunk_{rule}")
     case = make_case(rule, length=90, strength=strength, dtype=np.float32, key=16, width=8)
     other = make_case(rule, length=90, strength=50.0, dtype=np.float32, key=16, width=8, seed=1)
 
@@ -163,17 +163,17 @@ def test_no_output_depends_on_later_tokens(backend, rule, strength):
     jitted = jax.jit(lambda arrays: function(**arrays, chunk_size=64)[0])
     whole = outputs(case.arrays)
     tokens = {name: x for name, x in case.arrays.items() if name != "initial_state"}
-    for kept in (1, 8, 15, 16, 33, 64, 71):
-        mixed = {n: np.concatenate([x[:, :kept], other.arrays[n][:, kept:]], 1) for n, x in tokens.items()}
+    for length in (1, 8, 15, 16, 33, 64, 71):
+        mixed = {n: np.concatenate([x[:, :length], other.arrays[n][:, length:]], 1) for n, x in tokens.items()}
         changed = outputs({**mixed, "initial_state": case.arrays["initial_state"]})
-        assert (changed[:, :kept] == whole[:, :kept]).all(), kept
-        assert (changed[:, kept:] != whole[:, kept:]).any(), kept
+        assert (changed[:, :length] == whole[:, :length]).all(), length
+        assert (changed[:, length:] != whole[:, length:]).any(), length
 
 
 @pytest.mark.parametrize("backend", TORCH_DAILY)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_sequence_can_be_split_anywhere_and_its_state_passed_on(backend, rule):
-    function = getattr(room(backend, "delta_rule"), f"chunk_{rule}")
+    function = getattr(backend_module(backend, "delta_rule"), f"chunk_{rule}")
     case = make_case(rule, length=40, batch=2)
     state = case.arrays.pop("initial_state")
     convert = torch.from_numpy if backend == "torch" else jnp.asarray
@@ -192,7 +192,7 @@ def test_a_sequence_can_be_split_anywhere_and_its_state_passed_on(backend, rule)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gates_and_norm(backend):
-    rule = room(backend, "delta_rule")
+    rule = backend_module(backend, "delta_rule")
     x, a = normal(0, 2, 3, 4, 5) * 10, normal(1, 2, 3, 4) * 10
     A_log, bias, biases = normal(2, 4), normal(3, 4), normal(4, 20)
     convert = torch.from_numpy if backend == "torch" else jnp.asarray

@@ -14,7 +14,7 @@ from diptych.plans.model.parameters import delta_rule_specs, initial_value
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT, PARAMETERS
 from reference_torch.forward_context import ForwardContext
-from tests.backends import BACKENDS, TORCH_FIRST, model_gradients, normal, room, tiny_corpus
+from tests.backends import BACKENDS, TORCH_FIRST, backend_module, model_gradients, normal, tiny_corpus
 
 CONFIG = TransformerConfig(
     hidden_size=16,
@@ -51,7 +51,7 @@ COTANGENT = normal(1, 2, 24, 32)
 
 def by_hand(config: TransformerConfig, mixer, x: torch.Tensor) -> torch.Tensor:
     """One layer's mixer from PyTorch's own functions and the recurrence."""
-    rule = room("torch", "delta_rule")
+    rule = backend_module("torch", "delta_rule")
     p = dict(mixer.named_parameters())
     heads, value_heads, key, value = config.linear_heads
 
@@ -82,7 +82,7 @@ def by_hand(config: TransformerConfig, mixer, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_layer_is_what_it_says(number, variant):
     config = replace(CONFIG, **VARIANTS[variant])
-    mixer = room("torch", "transformer").MIXER_MODULES[config.layer(number).mixer](config, number, "mixer")
+    mixer = backend_module("torch", "transformer").MIXER_MODULES[config.layer(number).mixer](config, number, "mixer")
     x = torch.from_numpy(normal(0, 2, 24, 16))
     output, bias = mixer(x, ForwardContext(torch.arange(24)))
     expected = by_hand(config, mixer, x)
@@ -116,7 +116,7 @@ def test_recomputation_changes_no_gradient(backend, mode):
 @pytest.mark.parametrize("backend", TORCH_FIRST)
 def test_a_hybrid_model_is_causal(backend):
     config = replace(CONFIG, hidden_dropout=0.0)
-    model = room(backend, "transformer").GPTModel(config)
+    model = backend_module(backend, "transformer").GPTModel(config)
     changed = TOKENS.copy()
     changed[:, 13:] = (changed[:, 13:] + 1) % 32
     if backend == "torch":
@@ -130,7 +130,7 @@ def test_a_hybrid_model_is_causal(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_mask_is_refused(backend):
-    model = room(backend, "transformer").GPTModel(replace(CONFIG, num_layers=1, layer_pattern="kda"))
+    model = backend_module(backend, "transformer").GPTModel(replace(CONFIG, num_layers=1, layer_pattern="kda"))
     convert = torch.from_numpy if backend == "torch" else jnp.asarray
     mask = convert(np.tril(np.ones((2, 24, 24), bool)))
     with pytest.raises(ValueError, match=r"attention_mask: expected None in a model with gdn or kda layers.*24, 24"):
@@ -168,7 +168,7 @@ def test_decays_begin_between_a_thousandth_and_four_fifths():
 def test_a_hybrid_model_learns(backend):
     config = replace(CONFIG, vocab_size=128, params_dtype="float32", init_method_std=0.1)
     train = TrainConfig(train_iters=30, global_batch_size=8, lr=1e-2, min_lr=1e-3, lr_warmup_iters=3)
-    trainer = room(backend, "train").Trainer(config, train, tiny_corpus())
+    trainer = backend_module(backend, "train").Trainer(config, train, tiny_corpus())
     losses = [trainer.train_step(step).loss for step in range(30)]
     assert losses[-1] < 0.75 * losses[0]
 
@@ -179,7 +179,7 @@ def test_offload_changes_no_step(backend):
     config = replace(CONFIG, vocab_size=128, hidden_dropout=0.0)
     train = TrainConfig(train_iters=5, global_batch_size=2, lr=1e-2, min_lr=1e-3, lr_warmup_iters=1)
     moved = replace(config, enable_tensor_offload=True, enable_activation_offload=True, activation_offload_min_bytes=1)
-    plain, moving = (room(backend, "train").Trainer(c, train, tiny_corpus()) for c in (config, moved))
+    plain, moving = (backend_module(backend, "train").Trainer(c, train, tiny_corpus()) for c in (config, moved))
     for step in range(3):
         assert moving.train_step(step).loss == pytest.approx(plain.train_step(step).loss, rel=1e-13, abs=0)
     theirs = plain.parameters()

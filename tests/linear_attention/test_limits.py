@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from diptych.plans.model.delta_rule import DeltaRuleOptions
-from tests.backends import room
+from tests.backends import backend_module
 from tests.linear_attention.support import RULES, make_case
 from tests.linear_attention.test_accuracy_and_memory import accuracy
 
-RULE = room("torch", "delta_rule")
+RULE = backend_module("torch", "delta_rule")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_gradients_of_a_narrow_gate_are_summed_wide(backend, monkeypatch):
     """A sum of bfloat16 numbers in bfloat16 stands still once it is 256 times as large as each."""
-    monkeypatch.setattr(room(backend, "delta_rule.chunked"), "SEGMENT_SIZE", 4)
+    monkeypatch.setattr(backend_module(backend, "delta_rule.chunked"), "SEGMENT_SIZE", 4)
     length, heads = 2000, 2
     positive = np.abs(make_case(length=length, heads=heads, key=2, width=2).arrays["q"])
     given = {"q": positive, "k": positive, "v": np.ones_like(positive), "g": 0 * positive, "beta": positive[..., 0]}
@@ -42,7 +42,7 @@ def test_gradients_of_a_narrow_gate_are_summed_wide(backend, monkeypatch):
             options = {"use_gate_in_kernel": True, "cu_seqlens": offsets, "chunk_size": 4}
 
             def loss(parameters, arrays=arrays, options=options):
-                rule = room("jax", "delta_rule").chunk_kda
+                rule = backend_module("jax", "delta_rule").chunk_kda
                 return rule(**arrays, **parameters, **options)[0].astype(jnp.float32).sum()
 
             found[name] = [np.asarray(g, np.float64) for g in jax.jit(jax.grad(loss))(parameters).values()]
@@ -110,7 +110,7 @@ def test_time_grows_no_faster_than_the_number_of_sequences(backend):
             arrays = {n: torch.from_numpy(x).requires_grad_() for n, x in arrays.items()}
             run = lambda: RULE.chunk_kda(**arrays, cu_seqlens=torch.from_numpy(offsets))[0].sum().backward()  # noqa: E731
         else:
-            rule = room("jax", "delta_rule").chunk_kda
+            rule = backend_module("jax", "delta_rule").chunk_kda
             gradient = jax.jit(jax.grad(lambda x, cu: rule(**x, cu_seqlens=cu)[0].sum()))
             run = lambda: jax.block_until_ready(gradient(arrays, offsets))  # noqa: E731
         run()

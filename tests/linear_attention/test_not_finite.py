@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.backends import BACKENDS, room
+from tests.backends import BACKENDS, backend_module
 from tests.linear_attention.support import RULES, make_case
 
 LENGTH, OFFSETS = 150, [0, 37, 38, 38, 150]
@@ -13,7 +13,7 @@ NAMES = ("q", "k", "v", "g", "beta")
 
 
 def outputs(backend: str, form: str, rule: str, arrays: dict, **more) -> tuple[np.ndarray, np.ndarray]:
-    function = getattr(room(backend, "delta_rule"), f"{form}_{rule}")
+    function = getattr(backend_module(backend, "delta_rule"), f"{form}_{rule}")
     if backend == "torch":
         o, states = function(**{n: torch.from_numpy(x) for n, x in arrays.items()}, output_final_state=True, **more)
         return o.numpy(), states.numpy()

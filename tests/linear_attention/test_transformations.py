@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.backends import assert_close, room
+from tests.backends import assert_close, backend_module
 from tests.linear_attention.support import RULES, make_case
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func
-RULE = room("torch", "delta_rule")
+RULE = backend_module("torch", "delta_rule")
 
 
 def tensors(rule: str, **changes) -> dict[str, torch.Tensor]:
@@ -104,7 +104,9 @@ def test_torch_compile_breaks_the_graph_and_says_why(rule):
 def test_jax_maps_a_call_and_differentiates_it_twice(rule):
     """Forward-mode differentiation is refused by JAX itself, of any function with a backward of its own."""
     arrays = make_case(rule, length=9, heads=1, key=2, width=2).arrays
-    chunked, recurrent = (getattr(room("jax", "delta_rule"), f"{form}_{rule}") for form in ("chunk", "recurrent"))
+    chunked, recurrent = (
+        getattr(backend_module("jax", "delta_rule"), f"{form}_{rule}") for form in ("chunk", "recurrent")
+    )
     two = {n: jnp.stack([x, 0.5 * x]) for n, x in arrays.items()}
 
     def gradient(function, **options):

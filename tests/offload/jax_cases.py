@@ -179,12 +179,12 @@ def test_branches_move_what_the_plan_says(flags, ahead):
 def test_no_parameter_waits_in_a_slot(flags):
     """Slots hold what they hold without offload."""
     config = replace(PLAIN, **STREAMS, **flags)
-    kept = []
+    carried_bytes = []
     for which in (config, offloaded(config)):
         step, params, batch = made(which, 3)
         program = jax.make_jaxpr(step._run)(params, step._batch(*batch))
-        kept.append(max(carried(program.jaxpr)))
-    assert kept[0] == kept[1]
+        carried_bytes.append(max(carried(program.jaxpr)))
+    assert carried_bytes[0] == carried_bytes[1]
 
 
 def carried(program) -> list[int]:
@@ -254,10 +254,10 @@ def test_training_is_that_without_offload(flags, ahead, activations, tmp_path):
     assert moved.offload_statistics["bytes_in"] == stats["bytes_in"] + forwards_in
 
     forwards = sum(action.kind == "F" for actions in schedule_for(config, 4).actions for action in actions)
-    kept = 3 * forwards * moved._pipeline.moved.bytes
-    assert (kept > 0) == activations
-    assert stats["bytes_in"] == 3 * sum(plan.bytes_in for plan in plans) + kept
-    assert stats["bytes_out"] == 3 * sum(plan.bytes_out for plan in plans) + kept
+    activation_bytes = 3 * forwards * moved._pipeline.moved.bytes
+    assert (activation_bytes > 0) == activations
+    assert stats["bytes_in"] == 3 * sum(plan.bytes_in for plan in plans) + activation_bytes
+    assert stats["bytes_out"] == 3 * sum(plan.bytes_out for plan in plans) + activation_bytes
     assert stats["hits"] + stats["misses"] == 3 * sum(len(plan.steps) for plan in plans)
     layers = sum(sum(sizes.values()) for sizes in storages.values())
     padding = 1 if "pipeline_model_parallel_layout" in flags else 0  # rank 1 has one layer where rank 0 has two
@@ -283,11 +283,11 @@ def test_statistics_are_what_the_plans_say_times_the_steps():
     step.lower(params, *batch)
     offload.steps_run = 3
     forwards = sum(action.kind == "F" for actions in schedule_for(config, 4).actions for action in actions)
-    kept = replicas * forwards * step.moved.bytes
-    assert kept > 0
+    activation_bytes = replicas * forwards * step.moved.bytes
+    assert activation_bytes > 0
     trained = offload.stats
-    assert trained["bytes_in"] == 3 * (replicas * sum(plan.bytes_in for plan in offload.plans) + kept)
-    assert trained["bytes_out"] == 3 * (replicas * sum(plan.bytes_out for plan in offload.plans) + kept)
+    assert trained["bytes_in"] == 3 * (replicas * sum(plan.bytes_in for plan in offload.plans) + activation_bytes)
+    assert trained["bytes_out"] == 3 * (replicas * sum(plan.bytes_out for plan in offload.plans) + activation_bytes)
     assert trained["hits"] + trained["misses"] == 3 * replicas * sum(len(plan.steps) for plan in offload.plans)
     offload.forwards_run = 2
     evaluations = [plan_actions(config, 4, rank, forward_only=True) for rank in range(2)]

@@ -60,7 +60,7 @@ def train_a_step(config: TransformerConfig, train: TrainConfig) -> tuple[dict[st
     manager = trainer.offload
     manager.trace = []
     result = trainer.train_step(0)
-    told: dict[str, Any] = {"loss": result.loss, "norm": result.grad_norm, "validation": trainer.validation_loss()}
+    found: dict[str, Any] = {"loss": result.loss, "norm": result.grad_norm, "validation": trainer.validation_loss()}
     if manager.enabled:
         rank, count = trainer._groups.pp_rank, microbatches(train, trainer._groups.dp_size)[1]
         validation = rank_uses(config, count, rank, forward_only=True)
@@ -68,14 +68,17 @@ def train_a_step(config: TransformerConfig, train: TrainConfig) -> tuple[dict[st
         plan = plan_offload(uses, manager.storages(), manager.num_prefetch_layers, then=validation)
         stats = manager.stats
         parameters = [event for event in manager.trace if "a" not in event]
-        told |= {"trace": parameters, "plan": events(plan)}
-        told["bytes"], told["planned bytes"] = [stats["peak_bytes"], stats["misses"]], [plan.peak_bytes, len(plan.late)]
+        found |= {"trace": parameters, "plan": events(plan)}
+        found["bytes"], found["planned bytes"] = (
+            [stats["peak_bytes"], stats["misses"]],
+            [plan.peak_bytes, len(plan.late)],
+        )
         if config.enable_activation_offload:
-            told["activations"] = [event for event in manager.trace if "a" in event]
+            found["activations"] = [event for event in manager.trace if "a" in event]
             blocks = [block for stage in trainer.stages for block in stage.decoder.blocks if block.kind == "full"]
             whole = [layer for block in blocks for layer in block.layers]
-            told["planned activations"] = activation_events(uses, manager.num_prefetch_layers, validation, whole)
-            return told, trainer.parameters()
-        told["bytes"] += [stats["bytes_in"], stats["bytes_out"]]
-        told["planned bytes"] += [plan.bytes_in, plan.bytes_out]
-    return told, trainer.parameters()
+            found["planned activations"] = activation_events(uses, manager.num_prefetch_layers, validation, whole)
+            return found, trainer.parameters()
+        found["bytes"] += [stats["bytes_in"], stats["bytes_out"]]
+        found["planned bytes"] += [plan.bytes_in, plan.bytes_out]
+    return found, trainer.parameters()

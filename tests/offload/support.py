@@ -126,8 +126,8 @@ def check_a_step(config: TransformerConfig, pool: RankPool | None = None) -> Non
     """Numbers of the run without offload and of one process, bit by bit there; moves and bytes as planned."""
     expected, parameters = train_a_step(undivided(config), TRAIN)
     config, job = replace(config, enable_tensor_offload=True), "tests.offload.jobs:train_a_step"
-    told = [train_a_step(config, TRAIN)] if pool is None else pool.run(job, config, TRAIN)
-    for found, values in told:
+    results = [train_a_step(config, TRAIN)] if pool is None else pool.run(job, config, TRAIN)
+    for found, values in results:
         assert found["trace"] == found["plan"]
         assert found["bytes"] == found["planned bytes"]
         assert found.get("activations") == found.get("planned activations")

@@ -94,11 +94,11 @@ def test_activations_really_leave(managers):
             out = layer(out)
         return out.sum()
 
-    kept = measure_memory(forward, lambda loss: loss.backward()).saved
+    saved = measure_memory(forward, lambda loss: loss.backward()).saved
     managers(layers, 0, parameters=False, activations=True, activation_min_bytes=1024)
     forward().backward()  # fills the pool
     left = measure_memory(forward, lambda loss: loss.backward()).saved
-    assert kept >= 7 * 5 * x.nbytes
+    assert saved >= 7 * 5 * x.nbytes
     assert left <= 2 * 5 * x.nbytes + x.nbytes
 
 
@@ -147,10 +147,10 @@ def test_activations_of_a_graph_that_is_kept(managers):
 def test_an_activation_written_after_it_was_kept_is_named(when, managers, monkeypatch):
     class Writing(nn.Module):
         def forward(self, x):
-            self.kept = torch.exp(x)
-            out = self.kept * 1.0
+            self.hidden = torch.exp(x)
+            out = self.hidden * 1.0
             if when == "in forward":
-                self.kept.mul_(2.0)
+                self.hidden.mul_(2.0)
             return out
 
     layers = nn.ModuleList([Writing(), nn.Linear(4, 4)])
@@ -161,7 +161,7 @@ def test_an_activation_written_after_it_was_kept_is_named(when, managers, monkey
     def run() -> None:
         out = layers[0](x)
         if when == "while it leaves":
-            layers[0].kept.mul_(2.0)
+            layers[0].hidden.mul_(2.0)
         layers[1](out).sum().backward()
 
     with pytest.raises(OffloadError, match=r"backward: expected values saved for backward unchanged, got one modified"):

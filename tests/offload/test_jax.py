@@ -120,18 +120,18 @@ def test_activations_move_as_the_plan_says(parameters, mode, ahead, size):
     assert [event for event in trace if "a" in event] == expected
 
     moves = moves_of(program, layer_numbers(arguments), layer_numbers(results))
-    kept = [move for move in moves if move.event in ("+None", "-None")]
+    activation_moves = [move for move in moves if move.event in ("+None", "-None")]
     stats = trainer.offload_statistics
     trainer.offload.steps_run = 1
-    out, back = (sum(move.arrays for move in kept if move.event == event) for event in ("-None", "+None"))
+    out, back = (sum(move.arrays for move in activation_moves if move.event == event) for event in ("-None", "+None"))
     assert out == back == trainer.offload._moved.times(count).arrays
     assert (out > 0) == bool(expected)
     plan = trainer.offload.plan
     stats = trainer.offload_statistics
     assert stats["bytes_in"] - plan.bytes_in == stats["bytes_out"] - plan.bytes_out > 0 or not expected
     if size is None and expected:  # a copy back waits for what was computed before its use, and for no more
-        waits = [move.waits_for for move in kept if move.event == "+None"]
-        assert waits[0] > max(move.waits_for for move in kept if move.event == "-None")
+        waits = [move.waits_for for move in activation_moves if move.event == "+None"]
+        assert waits[0] > max(move.waits_for for move in activation_moves if move.event == "-None")
         assert all(before < after for before, after in pairwise(waits))
 
 

@@ -93,12 +93,12 @@ def test_gradients_that_other_code_keeps_are_not_overwritten():
         for task in range(2):
             model(torch.full((1, 4), 3.0 + task)).square().sum().backward()
         found = [p.grad.clone() for p in model.parameters()]
-        kept = model[1].weight.grad
+        stored = model[1].weight.grad
         model.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
         if manager is not None:
             manager.close()
-        return [*found, kept.clone(), *(gradient.clone() for gradient in tasks[1])]
+        return [*found, stored.clone(), *(gradient.clone() for gradient in tasks[1])]
 
     assert all(torch.equal(ours, plain) for ours, plain in zip(run(True), run(False), strict=True))
 

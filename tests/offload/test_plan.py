@@ -110,8 +110,8 @@ def test_a_rank_uses_its_stages_in_the_schedules_order():
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=2,
     )
-    told = " ".join(map(str, rank_uses(config, 2, 0)))
-    assert told == "F0 F1 F0 F1 F4 F5 F4 F5 B5 B4 B5 B4 B1 B0 B1 B0"
+    text = " ".join(map(str, rank_uses(config, 2, 0)))
+    assert text == "F0 F1 F0 F1 F4 F5 F4 F5 B5 B4 B5 B4 B1 B0 B1 B0"
     assert [use.microbatch for use in rank_uses(config, 2, 0)][:8] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert " ".join(map(str, rank_uses(config, 2, 1, forward_only=True))) == "F2 F3 F2 F3 F6 F7 F6 F7"
 

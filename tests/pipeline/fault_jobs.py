@@ -48,9 +48,9 @@ def run_with_fault(
         outcome = run_case(case, link)
     except PipelineError as raised:
         error = str(raised)
-    told = (time.monotonic() - begin, error, outcome)
+    report = (time.monotonic() - begin, error, outcome)
     with open(f"{folder}/{dist.get_rank()}.part", "wb") as file:
-        pickle.dump(told, file)
+        pickle.dump(report, file)
     os.rename(f"{folder}/{dist.get_rank()}.part", f"{folder}/{dist.get_rank()}")
 
 
@@ -144,7 +144,7 @@ def rank_number() -> int:
 
 
 def resume_each(config: TransformerConfig, train: TrainConfig, corpus: Corpus, paths: Sequence[Any]) -> int:
-    """Every rank goes on from a path of its own, as where a folder lies on each machine's disk."""
+    """Every rank goes on from a path of its own, as if each machine had the folder on its own disk."""
     trainer = Trainer(config, train, corpus, device="cpu", mesh=make_mesh(config))
     return trainer.resume(paths[dist.get_rank()])
 

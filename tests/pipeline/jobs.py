@@ -99,8 +99,8 @@ def arguments_of(part: Microbatch) -> dict[str, Any]:
     tokens, targets, starts = (None if x is None else torch.from_numpy(x) for x in part.batch)
     assert tokens is not None
     samples = torch.arange(part.first, part.first + len(tokens))
-    told = {"inputs": tokens, "targets": targets, "document_starts": starts}
-    return told | {"step": part.step, "samples": samples, "training": part.training}
+    arguments = {"inputs": tokens, "targets": targets, "document_starts": starts}
+    return arguments | {"step": part.step, "samples": samples, "training": part.training}
 
 
 def gradients_of(*models: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -228,7 +228,7 @@ def gradients_of_two_steps(case: Case) -> tuple[dict[str, np.ndarray], dict[str,
     """Gradients of a stage after one step, and after the same step again without clearing them."""
     config, groups = case.config, groups_of(case.config)
     stage = get_model(lambda **ends: model_provider(config, **ends), config, groups.pp_rank)
-    told = []
+    gradients = []
     for _ in range(2):
         get_forward_backward_func(config)(
             forward_step_func=forward_step_with_tokens if case.tokens_reported else forward_step,
@@ -240,8 +240,8 @@ def gradients_of_two_steps(case: Case) -> tuple[dict[str, np.ndarray], dict[str,
             config=config,
             pg_collection=groups,
         )
-        told.append(gradients_of(stage))
-    return told[0], told[1]
+        gradients.append(gradients_of(stage))
+    return gradients[0], gradients[1]
 
 
 def train_briefly(config: TransformerConfig, steps: int) -> list[float]:

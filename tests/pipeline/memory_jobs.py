@@ -56,11 +56,11 @@ def refused_sends(config: TransformerConfig) -> list[str]:
     """What a communicator says of tensors that the other rank does not expect."""
     groups = groups_of(config)
     assert groups.pp is not None
-    link, told = P2PCommunicator(groups.pp, config), []
+    link, errors = P2PCommunicator(groups.pp, config), []
     for tensors in ([torch.ones(1, 3, 4, dtype=torch.float32)], [torch.ones(1, dtype=torch.float64)] * 9):
         try:
             link.send_forward(tensors, is_last_stage=False)
             link.send_backward(tensors, is_first_stage=True)
         except ValueError as error:
-            told.append(str(error))
-    return told
+            errors.append(str(error))
+    return errors

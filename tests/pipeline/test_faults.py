@@ -39,7 +39,7 @@ CASE = Case(divided(4, "1f1b", pipeline_timeout=TIMEOUT), 4)
 INTERLEAVED = divided(4, v=2, num_layers=8, variable_seq_lengths=True, pipeline_timeout=TIMEOUT)
 
 
-class Told(NamedTuple):
+class RankReport(NamedTuple):
     """What one rank wrote."""
 
     seconds: float
@@ -81,7 +81,7 @@ class Scenario(NamedTuple):
         return {"killed": {rank}, "longer than it says": {rank + 1}}.get(self.fault.kind, set())
 
 
-def ranks_say(scenario: Scenario) -> dict[int, Told]:
+def rank_reports(scenario: Scenario) -> dict[int, RankReport]:
     """What each rank says that was left to say something; none is left afterwards."""
     with tempfile.TemporaryDirectory() as folder, RankPool(4, timeout=25.0, preload=PRELOAD) as pool:
         pool.run(f"{JOBS}:run_cases", [])
@@ -96,9 +96,9 @@ def ranks_say(scenario: Scenario) -> dict[int, Told]:
             pool.run(f"{FAULTY}:run_with_fault", *arguments)
         pool.close()
         wait_until_gone(pids)
-        told = {int(file.name): Told(*pickle.loads(file.read_bytes())) for file in Path(folder).glob("?")}
-    assert told.keys() == set(range(4)) - scenario.dead
-    return told
+        reports = {int(file.name): RankReport(*pickle.loads(file.read_bytes())) for file in Path(folder).glob("?")}
+    assert reports.keys() == set(range(4)) - scenario.dead
+    return reports
 
 
 def check_scenarios(scenarios: dict[str, Scenario], monkeypatch, check_one) -> None:
@@ -107,12 +107,12 @@ def check_scenarios(scenarios: dict[str, Scenario], monkeypatch, check_one) -> N
 
     def run(name: str) -> str | None:
         try:
-            told = ranks_say(scenarios[name])
-            for rank, (seconds, error, _) in told.items():
+            reports = rank_reports(scenarios[name])
+            for rank, (seconds, error, _) in reports.items():
                 delay = scenarios[name].fault.seconds if scenarios[name].fault else 0.0
                 assert seconds < TIMEOUT + MARGIN + delay, f"rank {rank}: {seconds:.1f} s, {error}"
-            print(name, *told.items(), sep="\n    ")
-            check_one(scenarios[name], told)
+            print(name, *reports.items(), sep="\n    ")
+            check_one(scenarios[name], reports)
         except (AssertionError, RankError) as error:
             return f"{name}: {error}"
         return None
@@ -125,20 +125,20 @@ def check_scenarios(scenarios: dict[str, Scenario], monkeypatch, check_one) -> N
 NAMED = r"\b(RECV|SEND) \d[FBIW]\d (from|to) rank \d|(sum of|number of)"
 
 
-def check_fault(scenario: Scenario, told: dict[int, Told]) -> None:
+def check_fault(scenario: Scenario, reports: dict[int, RankReport]) -> None:
     for rank, part in scenario.says.items():
-        assert told[rank].error is not None, f"rank {rank} did not notice"
-        assert part in told[rank].error, f"rank {rank}: {told[rank].error}"
-    for rank, (_, error, _) in told.items():
+        assert reports[rank].error is not None, f"rank {rank} did not notice"
+        assert part in reports[rank].error, f"rank {rank}: {reports[rank].error}"
+    for rank, (_, error, _) in reports.items():
         assert error is None or re.search(NAMED, error), f"rank {rank}: {error}"
-    check_losses(scenario, told)
+    check_losses(scenario, reports)
 
 
-def check_losses(scenario: Scenario, told: dict[int, Told]) -> None:
+def check_losses(scenario: Scenario, reports: dict[int, RankReport]) -> None:
     """Where the last rank came to an end, its losses are the right ones."""
-    if 3 in told and told[3].outcome is not None:
+    if 3 in reports and reports[3].outcome is not None:
         expected = undivided_outcome(scenario.others.get(3, scenario.case)).reports
-        assert told[3].outcome.reports == pytest.approx(expected, rel=1e-12)
+        assert reports[3].outcome.reports == pytest.approx(expected, rel=1e-12)
 
 
 FAULTS = {
@@ -189,10 +189,10 @@ HARMLESS = {
 }
 
 
-def check_harmless(scenario: Scenario, told: dict[int, Told]) -> None:
-    assert [told[rank].error for rank in range(4)] == [None] * 4
+def check_harmless(scenario: Scenario, reports: dict[int, RankReport]) -> None:
+    assert [reports[rank].error for rank in range(4)] == [None] * 4
     expected = undivided_outcome(scenario.case, 4 // scenario.case.config.pipeline_model_parallel_size)
-    check(scenario.case, [told[rank].outcome for rank in range(4)], expected)
+    check(scenario.case, [reports[rank].outcome for rank in range(4)], expected)
 
 
 def test_what_does_no_harm_changes_nothing(monkeypatch):
@@ -209,12 +209,12 @@ OTHERS = {
 }
 
 
-def check_other(scenario: Scenario, told: dict[int, Told]) -> None:
-    errors = [part.error for part in told.values() if part.error is not None]
+def check_other(scenario: Scenario, reports: dict[int, RankReport]) -> None:
+    errors = [part.error for part in reports.values() if part.error is not None]
     if not errors:
-        check_gradients([part.outcome for part in told.values()], undivided_outcome(CASE).gradients)
+        check_gradients([part.outcome for part in reports.values()], undivided_outcome(CASE).gradients)
     assert not errors or any(re.search(NAMED, error) for error in errors)
-    check_losses(scenario, told)
+    check_losses(scenario, reports)
 
 
 def test_a_rank_that_runs_something_else_is_found_out(monkeypatch):
@@ -341,9 +341,9 @@ def test_an_error_of_a_rank_does_not_abort_it():
     assert process.stdin is not None
     assert process.stderr is not None
     with process.stdin, process.stderr:
-        told = process.stderr.read()
-    assert process.wait() == 1, told
-    assert told.endswith("ValueError: its own\n")
+        errors = process.stderr.read()
+    assert process.wait() == 1, errors
+    assert errors.endswith("ValueError: its own\n")
 
 
 def test_ranks_end_with_the_process_that_made_them(tmp_path):

@@ -114,12 +114,12 @@ def test_reports_are_copies():
     scaled, tokens = forward_step_calc_loss(MODEL, None, lambda output: (loss, report), TINY, None, False, 4, store)
     with torch.no_grad():
         loss *= 100.0
-    (kept,) = store
+    (stored,) = store
     assert (scaled.item(), tokens.item()) == (0.5, 0)
-    for copy in (kept["loss"], kept["list"][0], kept["pair"][0], kept["named"].loss):
+    for copy in (stored["loss"], stored["list"][0], stored["pair"][0], stored["named"].loss):
         assert copy.item() == 2.0
         assert not copy.requires_grad
-    assert (kept["pair"][1], kept["named"].name) == ("name", "it")
+    assert (stored["pair"][1], stored["named"].name) == ("name", "it")
 
 
 def test_tokens_divide_a_sum_once_or_not_at_all():

@@ -122,11 +122,11 @@ def refused(method, path):
         return str(error)
 
 
-told = refused(trainer.resume, (path, folder / "run")[jax.process_index()])
-assert told.count("on rank 0: step 2, checksum ") == told.count("on rank 1: step 4, checksum ") == 1, told
+message = refused(trainer.resume, (path, folder / "run")[jax.process_index()])
+assert message.count("on rank 0: step 2, checksum ") == message.count("on rank 1: step 4, checksum ") == 1, message
 (folder / "file").touch()
-told = refused(trainer.save, folder / "file")
-assert "expected to write" in told, told
+message = refused(trainer.save, folder / "file")
+assert "expected to write" in message, message
 assert trainer.any_process(trainer.reports) and not trainer.any_process(False)
 print("equal")
 """

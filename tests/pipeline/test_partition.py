@@ -77,8 +77,8 @@ def test_every_accepted_split_holds_every_layer_once_in_order():
             "account_for_embedding_in_pipeline_split": embedding,
             "account_for_loss_in_pipeline_split": loss,
         }
-        alike = [rank for rank in range(p) if (first is None or rank > 0) and (last is None or rank < p - 1)]
-        layers = max(1, per_stage * v * len(alike) + (first or 0) + (last or 0) - embedding - loss + surplus)
+        equal_ranks = [rank for rank in range(p) if (first is None or rank > 0) and (last is None or rank < p - 1)]
+        layers = max(1, per_stage * v * len(equal_ranks) + (first or 0) + (last or 0) - embedding - loss + surplus)
         if reason := refused(layers, p, v, **options):
             assert any(reason.startswith(name) for name in ("num_layers", "virtual", *options)), reason
             drawn["refused"] += 1
@@ -91,7 +91,9 @@ def test_every_accepted_split_holds_every_layer_once_in_order():
             if asked is not None:
                 assert sum(counts[rank::p]) == asked
         counts = [n + (stage == 0) * embedding + (stage == p * v - 1) * loss for stage, n in enumerate(counts)]
-        assert len({counts[stage] for stage in range(p * v) if stage % p in alike}) <= 1, "the others hold alike many"
+        assert len({counts[stage] for stage in range(p * v) if stage % p in equal_ranks}) <= 1, (
+            "the others hold alike many"
+        )
         for case, holds in (("first", first), ("last", last), ("embedding", embedding), ("loss", loss), ("v", v > 1)):
             drawn[case] += bool(holds)
 

@@ -48,27 +48,27 @@ def test_every_message_has_two_ends_in_one_order(arguments):
 def test_gpipe_and_1f1b(arguments, forward, inputs, weights):
     """For every p, m and cost: bubble (p - 1)(F + B); GPipe keeps m, 1F1B min(p - r, m)."""
     name, p, m = arguments
-    course = simulate(build_schedule(*arguments), Costs(forward, inputs, weights))
+    simulation = simulate(build_schedule(*arguments), Costs(forward, inputs, weights))
     bubble = (p - 1) * (forward + inputs + weights)
-    assert course.makespan == pytest.approx(m * (forward + inputs + weights) + bubble)
-    assert course.bubble == pytest.approx((bubble,) * p)
+    assert simulation.makespan == pytest.approx(m * (forward + inputs + weights) + bubble)
+    assert simulation.bubble == pytest.approx((bubble,) * p)
     in_flight = tuple(m if name == "gpipe" else min(p - rank, m) for rank in range(p))
-    assert course.peak_in_flight == in_flight
-    assert course.peak_bytes == in_flight
+    assert simulation.peak_in_flight == in_flight
+    assert simulation.peak_bytes == in_flight
 
 
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(2, 4), TIMES)
 def test_interleaved_bubble_is_divided_by_v(p, groups, v, forward):
     """Whole groups of p microbatches, F and B of a rank split evenly over v stages, I = W = F."""
-    course = simulate(build_schedule("interleaved", p, p * groups, v), Costs(*(3 * [forward / v])))
-    assert course.bubble == pytest.approx(((p - 1) * 3 * forward / v,) * p)
+    simulation = simulate(build_schedule("interleaved", p, p * groups, v), Costs(*(3 * [forward / v])))
+    assert simulation.bubble == pytest.approx(((p - 1) * 3 * forward / v,) * p)
 
 
 @given(sizes("interleaved"))
 def test_interleaved_in_flight(arguments):
     _, p, m, v, g = arguments
-    course = simulate(build_schedule(*arguments))
-    assert course.peak_in_flight == tuple(min(2 * (p - 1 - rank) + (v - 1) * g + 1, m * v) for rank in range(p))
+    simulation = simulate(build_schedule(*arguments))
+    assert simulation.peak_in_flight == tuple(min(2 * (p - 1 - rank) + (v - 1) * g + 1, m * v) for rank in range(p))
 
 
 @given(st.integers(1, 6), st.integers(0, 8), TIMES, TIMES)
@@ -77,11 +77,11 @@ def test_zero_bubble(p, more, step, weights):
     assume(weights <= step)
     m = p + more
     schedule = build_schedule("zb-h1", p, m)
-    course = simulate(schedule, Costs(step, step, weights))
-    assert course.bubble == pytest.approx(((p - 1) * (2 * step - weights),) * p)
-    assert course.peak_in_flight == (p,) * p
-    kept = simulate(schedule, Costs(activation_bytes=10.0, weight_gradient_bytes=4.0)).peak_bytes
-    assert kept == tuple(10.0 * (p - rank) + 4.0 * rank for rank in range(p))
+    simulation = simulate(schedule, Costs(step, step, weights))
+    assert simulation.bubble == pytest.approx(((p - 1) * (2 * step - weights),) * p)
+    assert simulation.peak_in_flight == (p,) * p
+    peaks = simulate(schedule, Costs(activation_bytes=10.0, weight_gradient_bytes=4.0)).peak_bytes
+    assert peaks == tuple(10.0 * (p - rank) + 4.0 * rank for rank in range(p))
 
 
 @pytest.mark.parametrize(
@@ -102,21 +102,21 @@ def test_communication_never_helps(arguments, time):
 
 def test_communication_of_1f1b_by_hand():
     """p = 2, m = 1, F = 1, B = 2, a message 0.5: 1 + 0.5 + 1 + 2 + 0.5 + 2."""
-    course = simulate(build_schedule("1f1b", 2, 1), Costs(communication=0.5))
-    assert course.makespan == 7.0
-    assert course.starts == {
+    simulation = simulate(build_schedule("1f1b", 2, 1), Costs(communication=0.5))
+    assert simulation.makespan == 7.0
+    assert simulation.starts == {
         Action("F", 0, 0): 0.0,
         Action("F", 1, 0): 1.5,
         Action("B", 1, 0): 2.5,
         Action("B", 0, 0): 5.0,
     }
-    assert course.span == (7.0, 3.0)
+    assert simulation.span == (7.0, 3.0)
 
 
 def test_costs_differ_by_stage():
-    course = simulate(build_schedule("1f1b", 2, 3), Costs(forward=[1.0, 4.0], activation_bytes=[10.0, 3.0]))
-    assert course.peak_bytes == (20.0, 3.0)
-    assert course.makespan == 1.0 + 3 * (4.0 + 2.0) + 2.0
+    simulation = simulate(build_schedule("1f1b", 2, 3), Costs(forward=[1.0, 4.0], activation_bytes=[10.0, 3.0]))
+    assert simulation.peak_bytes == (20.0, 3.0)
+    assert simulation.makespan == 1.0 + 3 * (4.0 + 2.0) + 2.0
 
 
 # The order within a rank.
@@ -165,6 +165,6 @@ def test_interleaved_zero_bubble_refuses_by_name(arguments, message):
 def test_interleaved_zero_bubble(p, rounds, v, weights):
     """m a multiple of p, F = I = 1 >= W of a stage: the bubble of zb-h1, of one stage; v p stages' worth in flight."""
     weights = min(weights, 1.0)
-    course = simulate(build_schedule("interleaved-zb1p", p, rounds * p, v), Costs(1.0, 1.0, weights))
-    assert course.bubble == pytest.approx(((p - 1) * (2.0 - weights),) * p)
-    assert course.peak_in_flight == (v * p,) * p
+    simulation = simulate(build_schedule("interleaved-zb1p", p, rounds * p, v), Costs(1.0, 1.0, weights))
+    assert simulation.bubble == pytest.approx(((p - 1) * (2.0 - weights),) * p)
+    assert simulation.peak_in_flight == (v * p,) * p

@@ -181,21 +181,21 @@ def test_printed_numbers_are_the_simulations(schedule):
     text = printed(config, 2, 8, head=0.5)
     layers = [*map(float, layers_by_stage(config))]
     layers[-1] += 0.5
-    kept = [predict_stage_memory(config, stage, 2) for stage in range(num_stages(config))]
-    weights = [float(m.weight_gradients) if schedule == "zb-h1" else 0.0 for m in kept]
-    costs = Costs(layers, layers, layers, 0.0, [float(m.saved) for m in kept], weights)
+    memory = [predict_stage_memory(config, stage, 2) for stage in range(num_stages(config))]
+    weights = [float(m.weight_gradients) if schedule == "zb-h1" else 0.0 for m in memory]
+    costs = Costs(layers, layers, layers, 0.0, [float(m.saved) for m in memory], weights)
     table = build_schedule(schedule, 4, 8, virtual or 1)
-    course = simulate(table, costs)
-    assert f"ranks; makespan {course.makespan:g}" in text
+    simulation = simulate(table, costs)
+    assert f"ranks; makespan {simulation.makespan:g}" in text
     warmups = {"gpipe": [8] * 4, "interleaved": [10, 8, 6, 4]}.get(schedule, [3, 2, 1, 0])
     for rank, row in enumerate(rows_after(text, "ranks;", 4)):
         assert row == [
             str(rank),
             str(warmups[rank]),
-            f"{course.bubble[rank]:g}",
-            f"{course.bubble[rank] / course.makespan:.1%}",
-            str(course.peak_in_flight[rank]),
-            f"{course.peak_bytes[rank] / 2**20:,.1f}",
+            f"{simulation.bubble[rank]:g}",
+            f"{simulation.bubble[rank] / simulation.makespan:.1%}",
+            str(simulation.peak_in_flight[rank]),
+            f"{simulation.peak_bytes[rank] / 2**20:,.1f}",
         ]
     assert f"rank 0  {table.actions[0][0]},{table.actions[0][1]}," in text
 
@@ -226,13 +226,13 @@ def test_layers_of_every_stage_are_named():
 def test_memory_of_a_small_case_by_hand():
     """1F1B keeps p - r microbatches; ZB-H1 p, of which r wait for W: here no order or number of layers is alike."""
     config = replace(CONFIG, num_layers=6, pipeline_model_parallel_size=3, pipeline_model_parallel_layout="Ett|ttt|tL")
-    kept = [predict_stage_memory(config, stage, 2) for stage in range(3)]
-    assert kept[1].saved > kept[0].saved
+    memory = [predict_stage_memory(config, stage, 2) for stage in range(3)]
+    assert memory[1].saved > memory[0].saved
     plan = plan_pipeline(config, 2, 6)
-    assert plan.simulation.peak_bytes == tuple((3 - rank) * kept[rank].saved for rank in range(3))
+    assert plan.simulation.peak_bytes == tuple((3 - rank) * memory[rank].saved for rank in range(3))
     zero = plan_pipeline(replace(config, pipeline_schedule="zb-h1"), 2, 6)
     assert zero.simulation.peak_bytes == tuple(
-        (3 - rank) * kept[rank].saved + rank * kept[rank].weight_gradients for rank in range(3)
+        (3 - rank) * memory[rank].saved + rank * memory[rank].weight_gradients for rank in range(3)
     )
 
 
@@ -297,10 +297,12 @@ def test_stage_memory_is_pytorchs(case):
 
 
 def test_an_output_that_is_not_freed_is_counted():
-    kept = replace(CONFIG, enable_hyper_connections=False, deallocate_pipeline_outputs=False)
-    freed = replace(kept, deallocate_pipeline_outputs=True)
+    retained = replace(CONFIG, enable_hyper_connections=False, deallocate_pipeline_outputs=False)
+    freed = replace(retained, deallocate_pipeline_outputs=True)
     output = 4 * 2 * 32 * 64
-    difference = [predict_stage_memory(kept, s, 2).saved - predict_stage_memory(freed, s, 2).saved for s in range(4)]
+    difference = [
+        predict_stage_memory(retained, s, 2).saved - predict_stage_memory(freed, s, 2).saved for s in range(4)
+    ]
     assert difference == [output, output, output, 0]
 
 

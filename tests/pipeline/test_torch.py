@@ -178,9 +178,9 @@ TOYS = {
     "one tensor, saved by the operation that made it": (None, 1),
     "two tensors, one made of the other": (None, 2),
     "three tensors": (None, 3),
-    "data handed on": (0, 1),
-    "an input handed on": (1, 1),
-    "two inputs handed on": (1, 2),
+    "data passed on": (0, 1),
+    "an input passed on": (1, 1),
+    "two inputs passed on": (1, 2),
 }
 
 
@@ -241,14 +241,14 @@ def test_receives_are_posted_before_the_action_in_front_of_them(four, name):
     config = divided(4, name, v=2, num_layers=8) if name == "interleaved" else divided(4, name)
     case = Case(config, 5 if name != "interleaved" else 4)
     program = lower(schedule_for(config, case.num_microbatches))
-    for rank, told in enumerate(four.run(f"{JOBS}:events", case)):
+    for rank, events in enumerate(four.run(f"{JOBS}:events", case)):
         happened = [
             event if isinstance(event, str) else f"post {event[1]}" if event[0] == "post" else str(event[1])
-            for event in [str(event) if isinstance(event, Action) else event for event in told]
+            for event in [str(event) if isinstance(event, Action) else event for event in events]
             if isinstance(event, str) or event[0] != "use"
         ]
         assert happened == order_of(program[rank])
-        used = [event[1] for event in told if not isinstance(event, Action) and event[0] == "use"]
+        used = [event[1] for event in events if not isinstance(event, Action) and event[0] == "use"]
         assert set(used) == {s for s in program[rank] if isinstance(s, Message) and s.direction == "RECV"}
 
 

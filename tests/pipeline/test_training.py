@@ -54,7 +54,7 @@ CUTS = {
 }
 
 
-def course(trainer, corpus) -> tuple[dict[str, np.ndarray], ...]:
+def trajectory(trainer, corpus) -> tuple[dict[str, np.ndarray], ...]:
     """What a few steps report, gradients before them, and parameters after them."""
     batch = corpus.batch(5, TRAIN.global_batch_size, CONFIG.seq_length)
     loss, gradients = trainer.loss_and_gradients(batch, 5)
@@ -80,7 +80,7 @@ def worst(found: tuple, expected: tuple) -> list[float]:
 @pytest.fixture(scope="module")
 def whole():
     corpus = tiny_corpus()
-    return course(Trainer(CONFIG, TRAIN, corpus, device="cpu"), corpus)
+    return trajectory(Trainer(CONFIG, TRAIN, corpus, device="cpu"), corpus)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def checkpoints(tmp_path_factory):
 def test_torch_trains_through_a_pipeline_as_without(cut, whole):
     corpus = tiny_corpus()
     with RankTrainer(replace(CONFIG, **CUTS[cut]), TRAIN, corpus) as trainer:
-        reported, gradients, parameters = worst(course(trainer, corpus), whole)
+        reported, gradients, parameters = worst(trajectory(trainer, corpus), whole)
     assert reported <= 1e-12
     assert gradients <= 1e-12
     assert parameters <= 1e-10  # AdamW divides by the root of squares near 0
@@ -160,12 +160,14 @@ def test_ranks_go_on_from_one_checkpoint_alone(checkpoints, tmp_path):
     write_checkpoint(other, found._replace(arrays={name: array + 1.0 for name, array in found.arrays.items()}))
     same = tmp_path / "same"
     shutil.copytree(ours, same)
-    told = r"CheckpointError: checkpoint: expected the same one of .* on every process, got on rank 0: step 2, .*"
+    expected = r"CheckpointError: checkpoint: expected the same one of .* on every process, got on rank 0: step 2, .*"
     settings = replace(CONFIG, pipeline_model_parallel_size=2), TRAIN, tiny_corpus()
     with RankPool(2, preload=("reference_torch.train",)) as pool:
         assert pool.run("tests.pipeline.fault_jobs:resume_each", *settings, (ours, same)) == [2, 2]
         for path, theirs in ((other, "step 2, checksum"), (tmp_path / "none", "checkpoint: expected a file or folder")):
-            message = "".join(rf"rank {rank}: {told}; on rank 1: {theirs}.*; give a folder[\s\S]*" for rank in (0, 1))
+            message = "".join(
+                rf"rank {rank}: {expected}; on rank 1: {theirs}.*; give a folder[\s\S]*" for rank in (0, 1)
+            )
             with pytest.raises(RankError, match=message):
                 pool.run("tests.pipeline.fault_jobs:resume_each", *settings, (ours, path))
         with pytest.raises(RankError, match=r"rank 1: CheckpointError: checkpoint: expected a file or folder, got"):

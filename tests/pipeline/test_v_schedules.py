@@ -15,7 +15,7 @@ from tests.pipeline.support import divided
 RANKS = st.integers(2, 9)
 
 
-def course(name: str, p: int, m: int, costs: Costs | None = None):
+def simulated(name: str, p: int, m: int, costs: Costs | None = None):
     return simulate(build_schedule(name, p, m, 2 if name in V_SCHEDULES else 1), costs)
 
 
@@ -25,7 +25,7 @@ def test_zb_h2(p, more, step, weights):
     assume(weights <= step)
     m = 2 * p - 1 + more
     costs = Costs(step, step, weights)
-    found = course("zb-h2", p, m, costs)
+    found = simulated("zb-h2", p, m, costs)
     busy = m * (2 * step + weights)
     assert max(found.span) == pytest.approx(busy + (p - 1) * (2 * step - 2 * weights))
     assert found.peak_in_flight == (2 * p - 1,) * p
@@ -33,9 +33,9 @@ def test_zb_h2(p, more, step, weights):
 
 @given(RANKS, st.integers(0, 12))
 def test_zb_v(p, more):
-    """m >= 2p - 1, F = I = W: every rank works without a pause; all begin within p - 1 ticks."""
+    """m >= 2p - 1, F = I = W: every rank works without a pause; all begin within p - 1 units of time."""
     m = 2 * p - 1 + more
-    found = course("zb-v", p, m)
+    found = simulated("zb-v", p, m)
     assert found.span == (6 * m,) * p
     assert found.makespan == 6 * m + p - 1
     assert found.peak_in_flight == (2 * p,) * p
@@ -45,7 +45,7 @@ def test_zb_v(p, more):
 def test_dualpipe_v(p, more):
     """m >= 2p, F = I = W: as fast as zb-v, with one stage's worth more in flight, and most backwards whole."""
     m = 2 * p + more
-    found = course("dualpipe-v", p, m)
+    found = simulated("dualpipe-v", p, m)
     assert found.makespan == 6 * m + p - 1
     assert found.peak_in_flight == (2 * p + 1,) * p
     kinds = [a.kind for a in build_schedule("dualpipe-v", p, m, 2).actions[0]]
@@ -56,7 +56,7 @@ def test_dualpipe_v(p, more):
 def test_v_half(p, more):
     """m >= p, F = I = W: half of what 1F1B keeps, and time that is lost once, whatever m."""
     m = p + more
-    found = course("v-half", p, m)
+    found = simulated("v-half", p, m)
     assert found.makespan == 6 * m + max(p - 1, 6 * ((p - 1) // 2) - 1)
     assert max(found.peak_in_flight) == 2 * ((p + 2) // 2)
 
@@ -64,7 +64,7 @@ def test_v_half(p, more):
 @given(RANKS, st.integers(0, 12))
 def test_v_min(p, more):
     m = p + more
-    found = course("v-min", p, m)
+    found = simulated("v-min", p, m)
     assert found.makespan == 6 * m + max(p - 1, 6 * ((4 * p - 4) // 6) - 1)
     assert max(found.peak_in_flight) == 2 * ((p + 4) // 3)
 
@@ -73,7 +73,7 @@ def test_v_min(p, more):
 def test_bounds_hold_with_few_microbatches_and_any_costs(name, p, m):
     """What is in flight is decided by the order alone."""
     most = 2 * ((p + 2) // 2) if name == "v-half" else 2 * ((p + 4) // 3)
-    assert max(course(name, p, m, Costs(1.3, 0.4, 2.1, 0.5)).peak_in_flight) <= most
+    assert max(simulated(name, p, m, Costs(1.3, 0.4, 2.1, 0.5)).peak_in_flight) <= most
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_bounds_hold_with_few_microbatches_and_any_costs(name, p, m):
     [("zb-h2", 27, 24), ("zb-v", 51, 48), ("v-half", 53, 53), ("v-min", 59, 59), ("dualpipe-v", 51, 51)],
 )
 def test_four_ranks_and_eight_microbatches(name, makespan, span):
-    found = course(name, 4, 8)
+    found = simulated(name, 4, 8)
     assert (found.makespan, max(found.span)) == (makespan, span)
 
 

@@ -37,7 +37,7 @@ class Toy(torch.nn.Module):
 
 
 class Passing(Toy):
-    """A stage that hands on what it was given; its map is of no use, and frozen."""
+    """A stage that returns its input; its map is of no use, and frozen."""
 
     def __init__(self, stage: int, tensors: int = 1) -> None:
         super().__init__(stage, tensors)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from diptych.plans.model.data import Corpus
 from jax_impl.train import Trainer
 from tests.backends import tiny_corpus
-from tests.pipeline.test_training import CONFIG, CUTS, TRAIN, WRONG_BATCH, course, worst
+from tests.pipeline.test_training import CONFIG, CUTS, TRAIN, WRONG_BATCH, trajectory, worst
 
 
 def main(folder: Path, cuts: list[str]) -> None:
@@ -25,7 +25,7 @@ def main(folder: Path, cuts: list[str]) -> None:
     jax.config.update("jax_enable_x64", True)
     corpus = tiny_corpus()
     alone = Trainer(CONFIG, TRAIN, corpus)
-    whole = course(alone, corpus)
+    whole = trajectory(alone, corpus)
     print(json.dumps({cut: compare(folder, cut, alone, whole, corpus) for cut in cuts}))
 
 
@@ -38,19 +38,19 @@ def compare(folder: Path, cut: str, alone: Trainer, whole: tuple, corpus: Corpus
     else:
         config = replace(CONFIG, **CUTS[cut])
     trainer = Trainer(config, TRAIN, corpus, mesh)
-    told: dict[str, object] = {"whole course": worst(course(trainer, corpus), whole)}
+    found: dict[str, object] = {"whole course": worst(trajectory(trainer, corpus), whole)}
     with pytest.raises(ValueError, match=WRONG_BATCH):
         trainer.loss_and_gradients(corpus.batch(0, 3, CONFIG.seq_length))
 
     trainer.resume(folder / "torch")  # two steps of PyTorch's, in other stages
     trainer.train_step(2)
-    told["from other stages"] = worst((trainer.parameters(),), (whole[-1],))[0]
+    found["from other stages"] = worst((trainer.parameters(),), (whole[-1],))[0]
     trainer.resume(folder / "torch")
     trainer.save(run)
     alone.resume(run)
     alone.train_step(2)
-    told["to other stages"] = worst((alone.parameters(),), (whole[-1],))[0]
-    return told
+    found["to other stages"] = worst((alone.parameters(),), (whole[-1],))[0]
+    return found
 
 
 if __name__ == "__main__":

@@ -59,11 +59,11 @@ def measure_part(config: TransformerConfig, batch: int) -> int:
         context.messages.replayed_kinds = ()  # as in training, without recomputation
     place = torch.arange(batch * length).chunk(context.size)[context.rank]
     tokens, targets = torch.randint(0, config.vocab_size, (2, 1, len(place)))
-    told = {"samples": (place // length)[None], "positions": place % length, "step": 0, "cp_context": context}
+    arguments = {"samples": (place // length)[None], "positions": place % length, "step": 0, "cp_context": context}
     parameters = list(model.parameters())
 
     def forward() -> torch.Tensor:
-        return model(tokens, targets, **told)
+        return model(tokens, targets, **arguments)
 
     def backward(loss: torch.Tensor) -> Any:
         gradients = torch.autograd.grad(loss, parameters)

@@ -59,19 +59,19 @@ def described(name: str) -> dict[str, Any]:
 def drawn(name: str) -> list[tuple[dict[str, Any], TransformerConfig, Schedule]]:
     """Every schedule of a page, with the configuration and the table it is about."""
     request, found = REQUESTS[name], []
-    for place, told in enumerate(described(name)["schedules"]):
-        config = request.config if place == 0 else with_schedule(request.config, told["name"])
-        found.append((told, config, schedule_for(config, request.num_microbatches)))
+    for place, entry in enumerate(described(name)["schedules"]):
+        config = request.config if place == 0 else with_schedule(request.config, entry["name"])
+        found.append((entry, config, schedule_for(config, request.num_microbatches)))
     return found
 
 
-def costs_told(told: dict[str, Any]) -> Costs:
+def costs_of(entry: dict[str, Any]) -> Costs:
     """Times as the page has them."""
-    times = [[stage[kind] for stage in told["stages"]] for kind in "FIW"]
-    return Costs(*times, communication=told["wire"])
+    times = [[stage[kind] for stage in entry["stages"]] for kind in "FIW"]
+    return Costs(*times, communication=entry["wire"])
 
 
-def actions_told(told: dict[str, Any]) -> list[tuple[int, Action]]:
-    columns = told["actions"]
+def actions_of(entry: dict[str, Any]) -> list[tuple[int, Action]]:
+    columns = entry["actions"]
     stages, microbatches = columns["stage"], columns["microbatch"]
     return [*zip(columns["rank"], map(Action, columns["kind"], stages, microbatches), strict=True)]

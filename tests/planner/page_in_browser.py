@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from tests.planner.browser import Browser
-from tests.planner.page_cases import actions_told, costs_told
+from tests.planner.page_cases import actions_of, costs_of
 
 WIDE, NARROW = (1280, 900), (390, 760)
 PIXEL = 0.75
@@ -36,21 +36,21 @@ def text(browser: Browser, selector: str) -> str:
     return browser.evaluate(f"document.querySelector({selector!r}).textContent")
 
 
-def check_places(browser: Browser, told: dict[str, Any]) -> None:
+def check_places(browser: Browser, entry: dict[str, Any]) -> None:
     """Every cell is as long and where the simulation has it, in its rank's row, and says what it is."""
-    schedule_costs, found = costs_told(told), cells(browser)
-    course = {action: start for (_, action), start in zip(actions_told(told), told["actions"]["start"], strict=True)}
-    assert len(found) == len(course)
-    starts = np.array([course[action] for _, action in actions_told(told)])
-    lasts = np.array([schedule_costs.time(action) for _, action in actions_told(told)])
+    schedule_costs, found = costs_of(entry), cells(browser)
+    start_of = {action: start for (_, action), start in zip(actions_of(entry), entry["actions"]["start"], strict=True)}
+    assert len(found) == len(start_of)
+    starts = np.array([start_of[action] for _, action in actions_of(entry)])
+    lasts = np.array([schedule_costs.time(action) for _, action in actions_of(entry)])
     left, right = (np.array([cell[side] for cell in found]) for side in ("left", "right"))
     last = int((starts + lasts).argmax())
     scale = (right[last] - left[0]) / (starts[last] + lasts[last] - starts[0])
-    assert scale * told["makespan"] > 150, "seen at all"
+    assert scale * entry["makespan"] > 150, "seen at all"
     np.testing.assert_allclose(left, left[0] + scale * (starts - starts[0]), atol=PIXEL)
     np.testing.assert_allclose(right - left, scale * lasts, atol=PIXEL)
     rows: dict[int, set[float]] = {}
-    for cell, (rank, action) in zip(found, actions_told(told), strict=True):
+    for cell, (rank, action) in zip(found, actions_of(entry), strict=True):
         rows.setdefault(rank, set()).add(cell["top"])
         said = cell["rank"], cell["kind"], cell["stage"], cell["microbatch"]
         assert said == (str(rank), action.kind, str(action.stage), str(action.microbatch))

@@ -12,12 +12,12 @@ def test_a_schedule_that_plan_wrote_is_planned_again(tmp_path, capsys):
     shape = "plan --num-layers 4 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"
     path = tmp_path / "new" / "schedule.csv"
     assert diptych(f"{shape} --schedule zb-v --num-microbatches 4 --write-schedule", path) == 0
-    written, told = path.read_text(), capsys.readouterr().out
+    written, printed = path.read_text(), capsys.readouterr().out
     assert written.startswith("0F0,0F1,0F2,3F0,3I0,3W0,")
     assert diptych(f"{shape} --num-microbatches 4 --pipeline-schedule-file", path) == 0
     again = capsys.readouterr().out
     assert "pipeline: file, 2 ranks of 2 virtual stages" in again
-    assert re.search(r"makespan (\S+)", told)[1] == re.search(r"makespan (\S+)", again)[1]
+    assert re.search(r"makespan (\S+)", printed)[1] == re.search(r"makespan (\S+)", again)[1]
     assert diptych(f"{shape} --num-microbatches 5 --pipeline-schedule-file", path) == 2
     assert "--num-microbatches: expected the 4 that --pipeline-schedule-file has, got 5" in capsys.readouterr().err
 
@@ -131,8 +131,8 @@ def test_reports_and_pages_name_flags_too(tmp_path, capsys):
     assert diptych(f"{command} --html", tmp_path / "plan.html") == 0
     assert reason in " ".join(capsys.readouterr().out.split())
     page = (tmp_path / "plan.html").read_text()
-    told = json.loads(re.search(r'<script type="application/json" id="plan">(.*?)</script>', page, re.DOTALL)[1])
-    assert [reason in other["reason"] for other in told["refused"]] == [True]
+    plan = json.loads(re.search(r'<script type="application/json" id="plan">(.*?)</script>', page, re.DOTALL)[1])
+    assert [reason in other["reason"] for other in plan["refused"]] == [True]
     assert diptych(f"{command} --generate-effort 0 --generate-schedule", tmp_path / "schedule.csv") == 0
     assert reason in " ".join(capsys.readouterr().out.split())
     assert diptych("plan --memory-limit 80GiB --ranks 4") == 0
@@ -159,11 +159,11 @@ def test_printed_times_are_those_of_the_page_and_both_state_the_cost_model(tmp_p
     rates = "--compute-rate 1 --network-bandwidth 2 --memory-bandwidth 100"
     assert diptych(f"{shape} --schedule zb-v --num-microbatches 8 {rates} --html", tmp_path / "plan.html") == 0
     out, page = capsys.readouterr().out, (tmp_path / "plan.html").read_text()
-    told = json.loads(re.search(r'<script type="application/json" id="plan">(.*?)</script>', page, re.DOTALL)[1])
+    plan = json.loads(re.search(r'<script type="application/json" id="plan">(.*?)</script>', page, re.DOTALL)[1])
     rows = [line.split() for line in out[out.index("schedules; times in ms") :].splitlines()]
     printed = {row[0].rstrip(","): row for row in rows if len(row) > 5}
-    assert len(told["schedules"]) == len([name for name in printed if name in {s["name"] for s in told["schedules"]}])
-    for schedule in told["schedules"]:
+    assert len(plan["schedules"]) == len([name for name in printed if name in {s["name"] for s in plan["schedules"]}])
+    for schedule in plan["schedules"]:
         row = [cell for cell in printed[schedule["name"]] if not cell.startswith("v=")]
         assert float(row[1]) == pytest.approx(1e3 * schedule["makespan"], rel=1e-4)
         assert row[4] == f"{schedule['idle']:.1%}"

@@ -79,22 +79,22 @@ def tightest(p: int, v: int, costs: Costs, placement: str) -> list[float]:
     return [sum(costs.of("activation_bytes", s) for s in range(p * v) if home(s) == rank) for rank in range(p)]
 
 
-def rooms(task: dict) -> list[float]:
+def memory_limits(task: dict) -> list[float]:
     limit, p = task["memory_limit"], task["pp_size"]
     if limit is None:
         return [math.inf] * p
     return limit if isinstance(limit, list) else [limit] * p
 
 
-@pytest.mark.parametrize(("p", "kept", "makespan"), [(4, 8, 75), (6, 12, 77)])
-def test_it_is_as_good_as_interleaved_zero_bubble_where_it_fits(p, kept, makespan):
+@pytest.mark.parametrize(("p", "limit", "makespan"), [(4, 8, 75), (6, 12, 77)])
+def test_it_is_as_good_as_interleaved_zero_bubble_where_it_fits(p, limit, makespan):
     """12 microbatches, two stages a rank, F = I = W = 1, as much kept from I to W as before."""
     costs = Costs(1.0, 1.0, 1.0, 0.0, 1.0, 1.0)
     named = simulate(build_schedule("interleaved-zb1p", p, 12, 2), costs)
-    assert (named.makespan, max(named.peak_bytes)) == (makespan, kept)
-    found = generate_schedule(p, 12, 2, costs, kept).simulation
+    assert (named.makespan, max(named.peak_bytes)) == (makespan, limit)
+    found = generate_schedule(p, 12, 2, costs, limit).simulation
     assert found.makespan <= makespan
-    assert max(found.peak_bytes) <= kept
+    assert max(found.peak_bytes) <= limit
 
 
 @given(any_task())
@@ -103,14 +103,14 @@ def test_it_runs_fits_and_is_behind_no_name(task):
     schedule, costs = found.schedule, task["costs"]
     validate_schedule(schedule, "blocking")
     assert found.simulation == simulate(schedule, costs)
-    limits = rooms(task)
+    limits = memory_limits(task)
     assert all(peak <= room * SAME for peak, room in zip(found.simulation.peak_bytes, limits, strict=True))
     assert found.makespan_bound <= found.simulation.makespan * SAME
     sizes = [task[name] for name in ("pp_size", "num_microbatches", "stages_per_rank", "placement")]
     for named in named_schedules(*sizes):
-        course = simulate(named, costs)
-        if all(peak <= room for peak, room in zip(course.peak_bytes, limits, strict=True)):
-            assert found.simulation.makespan <= course.makespan * SAME, named.name
+        simulation = simulate(named, costs)
+        if all(peak <= room for peak, room in zip(simulation.peak_bytes, limits, strict=True)):
+            assert found.simulation.makespan <= simulation.makespan * SAME, named.name
     assert generate_schedule(**task) == found, "the same arguments, the same table"
     assert schedule_from_csv(schedule_to_csv(schedule)).actions == schedule.actions
 
@@ -118,17 +118,17 @@ def test_it_runs_fits_and_is_behind_no_name(task):
 @given(any_task())
 def test_every_rule_fits_and_ends(task):
     """Whatever the limit: no rank waits for ever for memory that another microbatch holds."""
-    limits = rooms(task)
+    limits = memory_limits(task)
     p, m, v = (task[name] for name in ("pp_size", "num_microbatches", "stages_per_rank"))
     pipeline = Pipeline(p, m, v, task["costs"], limits, task["placement"])
     for rule in rules(pipeline):
         listed = list_orders(pipeline, rule)
         schedule = pipeline.schedule_of(listed.orders, "listed")
-        course = simulate(schedule, task["costs"])
+        simulation = simulate(schedule, task["costs"])
         for actions, starts in zip(schedule.actions, listed.starts, strict=True):
             for action, start in zip(actions, starts, strict=True):
-                assert course.starts[action] <= start * SAME, f"{action} was begun before what it needs had arrived"
-        assert all(peak <= room * SAME for peak, room in zip(course.peak_bytes, limits, strict=True))
+                assert simulation.starts[action] <= start * SAME, f"{action} was begun before what it needs had arrived"
+        assert all(peak <= room * SAME for peak, room in zip(simulation.peak_bytes, limits, strict=True))
 
 
 @given(ANY, st.data())
@@ -143,11 +143,11 @@ def test_lists_of_numbers_take_as_long_as_the_table(arguments, data):
     orders = pipeline.orders_of(schedule)
     again = pipeline.schedule_of(orders, schedule.name)
     assert again == schedule, "named schedules take microbatches in order"
-    course, expected = run(pipeline, orders), simulate(schedule, costs)
-    assert course is not None
+    simulation, expected = run(pipeline, orders), simulate(schedule, costs)
+    assert simulation is not None
     for rank, actions in enumerate(schedule.actions):
-        assert course.starts[rank] == [expected.starts[action] for action in actions]
-    assert course.makespan == expected.makespan
+        assert simulation.starts[rank] == [expected.starts[action] for action in actions]
+    assert simulation.makespan == expected.makespan
     assert tuple(pipeline.peaks(orders)) == expected.peak_bytes
 
 
@@ -203,11 +203,11 @@ def best_of(schedules, costs: Costs, limits: list[float]) -> float:
     shortest = math.inf
     for schedule in schedules:
         try:
-            course = simulate(schedule, costs)
+            simulation = simulate(schedule, costs)
         except ScheduleError:
             continue
-        if all(peak <= room * SAME for peak, room in zip(course.peak_bytes, limits, strict=True)):
-            shortest = min(shortest, course.makespan)
+        if all(peak <= room * SAME for peak, room in zip(simulation.peak_bytes, limits, strict=True)):
+            shortest = min(shortest, simulation.makespan)
     return shortest
 
 
@@ -230,7 +230,7 @@ TRIED = [
 def test_it_is_the_best_of_all_tables_of_two_ranks(case, m):
     """Gap 0 with up to three microbatches; and the bound is above none of them."""
     costs, limit = TRIED[case]
-    limits = rooms({"memory_limit": limit, "pp_size": 2})
+    limits = memory_limits({"memory_limit": limit, "pp_size": 2})
     shortest = best_of(all_in_order(2, m), costs, limits)
     found = generate_schedule(2, m, 1, costs, limit)
     if any(action.kind == "B" for actions in found.schedule.actions for action in actions) and limit is not None:
@@ -244,7 +244,7 @@ def test_it_is_the_best_of_all_tables_of_two_ranks(case, m):
 def test_no_order_of_microbatches_and_no_whole_backward_is_better(case):
     """Also with microbatches out of order, and backwards whole, split or both."""
     costs, limit = TRIED[case]
-    shortest = best_of(all_of_two(), costs, rooms({"memory_limit": limit, "pp_size": 2}))
+    shortest = best_of(all_of_two(), costs, memory_limits({"memory_limit": limit, "pp_size": 2}))
     assert generate_schedule(2, 2, 1, costs, limit).simulation.makespan == pytest.approx(shortest, rel=1e-9)
 
 
@@ -296,9 +296,9 @@ def test_peaks_are_lowered_in_the_same_time():
     pipeline = Pipeline(4, 8, 1, Costs(activation_bytes=1.0, weight_gradient_bytes=0.5), [math.inf] * 4)
     orders = pipeline.orders_of(build_schedule("zb-h2", 4, 8))
     before, lowered = pipeline.peaks(orders), lower_peaks(pipeline, orders, Budget(1e5), 27.0)
-    course = run(pipeline, lowered)
-    assert course is not None
-    assert course.makespan == 27.0
+    simulation = run(pipeline, lowered)
+    assert simulation is not None
+    assert simulation.makespan == 27.0
     assert all(after <= peak for after, peak in zip(pipeline.peaks(lowered), before, strict=True))
     assert (max(before), max(pipeline.peaks(lowered))) == (7.0, 6.0)
 

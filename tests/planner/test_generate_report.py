@@ -126,21 +126,21 @@ def test_plan_makes_a_schedule_for_measured_costs(tmp_path, capsys):
     costs, made = tmp_path / "costs.json", tmp_path / "new" / "own.csv"
     write_stage_costs(costs, MEASURED, 2, False)
     assert diptych(SHAPE, "--stage-costs", costs, "--generate-schedule", made) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     schedule = read_schedule(made)
     validate_schedule(schedule, "blocking")
-    course = simulate(schedule, MEASURED)
-    rows = dict(re.findall(r"^ (generated|gpipe|1f1b|zb-h1|zb-h2) +([\d.]+)", told, re.MULTILINE))
-    assert float(rows["generated"]) == pytest.approx(course.makespan, rel=1e-4)
+    simulation = simulate(schedule, MEASURED)
+    rows = dict(re.findall(r"^ (generated|gpipe|1f1b|zb-h1|zb-h2) +([\d.]+)", printed, re.MULTILINE))
+    assert float(rows["generated"]) == pytest.approx(simulation.makespan, rel=1e-4)
     for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
         named = simulate(build_schedule(name, 2, 6), MEASURED).makespan
         assert float(rows[name]) == pytest.approx(named, rel=1e-4)
-        assert course.makespan <= named * (1 + 1e-9)
-    assert "interleaved does not fit: costs are for 2 stages, the schedule has 4" in told
-    bound = re.search(r"generated: makespan ([\d.]+) s, at least ([\d.]+) s", told)
+        assert simulation.makespan <= named * (1 + 1e-9)
+    assert "interleaved does not fit: costs are for 2 stages, the schedule has 4" in printed
+    bound = re.search(r"generated: makespan ([\d.]+) s, at least ([\d.]+) s", printed)
     assert bound is not None
     assert float(bound[2]) <= float(bound[1])
-    assert "bytes of one rank, by term" in told
+    assert "bytes of one rank, by term" in printed
     # The file then is a configuration's schedule.
     assert diptych(SHAPE, "--pipeline-schedule-file", made) == 0
     assert "pipeline: file, 2 ranks" in capsys.readouterr().out
@@ -149,10 +149,10 @@ def test_plan_makes_a_schedule_for_measured_costs(tmp_path, capsys):
 def test_without_measured_costs_they_are_predicted(tmp_path, capsys):
     picture, shape = tmp_path / "own.svg", f"{SHAPE} --virtual-pipeline-model-parallel-size 2 --schedule v-half"
     assert diptych(shape, "--generate-schedule", tmp_path / "own.csv", "--picture", picture) == 0
-    told = capsys.readouterr().out
-    assert "times predicted" in told
+    printed = capsys.readouterr().out
+    assert "times predicted" in printed
     for name in ("1f1b", "interleaved, v=2", "zb-v, v=2", "generated, v=2"):
-        assert f" {name} " in told
+        assert f" {name} " in printed
     assert read_schedule(tmp_path / "own.csv").placement == "v"
     assert picture.exists()
 
@@ -167,8 +167,8 @@ def test_the_limit_is_of_all_that_a_rank_holds(tmp_path, capsys):
     ]
     limit = standing[0] + 2 * stages[0].saved - 1  # a byte less than two microbatches on the first rank
     assert diptych(SHAPE, "--generate-schedule", made, "--memory-limit", f"{limit}B") == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "over memory_limit" in told, "gpipe keeps all six"
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "over memory_limit" in printed, "gpipe keeps all six"
     with_file = replace(config, pipeline_schedule_file=read_schedule(made))
     ranks = rank_memories(with_file, read_schedule(made), stages)
     assert max(rank.total for rank in ranks) <= limit

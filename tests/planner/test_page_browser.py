@@ -20,7 +20,7 @@ from diptych.plans.schedule.messages import dependencies
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.simulate import simulate
 from tests.planner.browser import INSTALL, Browser, BrowserError, find_browser
-from tests.planner.page_cases import REQUESTS, actions_told, costs_told, described
+from tests.planner.page_cases import REQUESTS, actions_of, costs_of, described
 from tests.planner.page_in_browser import NARROW, PIXEL, WIDE, cells, check_places, choose, text
 
 pytestmark = [
@@ -32,10 +32,10 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_action_is_a_cell_where_the_simulation_has_it(name, browser, show):
-    told = show(name)["schedules"][0]
-    course = simulate(schedule_for(REQUESTS[name].config, REQUESTS[name].num_microbatches), costs_told(told))
-    assert len(cells(browser)) == len(course.starts)
-    check_places(browser, told)
+    entry = show(name)["schedules"][0]
+    simulation = simulate(schedule_for(REQUESTS[name].config, REQUESTS[name].num_microbatches), costs_of(entry))
+    assert len(cells(browser)) == len(simulation.starts)
+    check_places(browser, entry)
 
 
 def test_kinds_have_the_colours_of_the_pictures(browser, show):
@@ -60,36 +60,36 @@ def test_peaks_are_the_planners(name, browser, show):
         "[...document.querySelectorAll('.peak-mark')].map(m => ({...m.dataset, y: m.getBoundingClientRect().bottom,"
         "x: m.getBoundingClientRect().x + m.getBoundingClientRect().width / 2}))"
     )
-    shown = browser.evaluate("[...document.querySelectorAll('.peak-text')].map(t => t.textContent)")
+    labels = browser.evaluate("[...document.querySelectorAll('.peak-text')].map(t => t.textContent)")
     tops = browser.evaluate(
         "[...document.querySelectorAll('#chart .saved')].map(k => Math.min(k.getBoundingClientRect().top,"
         "k.nextElementSibling?.matches('.waiting') ? k.nextElementSibling.getBoundingClientRect().top : 1e9))"
     )
-    found, told = cells(browser), data["schedules"][0]
+    found, entry = cells(browser), data["schedules"][0]
     scale = (found[-1]["right"] - found[0]["left"]) / (
-        told["actions"]["start"][-1] + costs_told(told).time(actions_told(told)[-1][1])
+        entry["actions"]["start"][-1] + costs_of(entry).time(actions_of(entry)[-1][1])
     )
     unit = {"GiB": 2**30, "MiB": 2**20}[data["memoryUnit"]["name"]]
     for rank, memory in enumerate(ranks):
         assert (marks[rank]["rank"], marks[rank]["bytes"]) == (str(rank), str(memory.total))
-        assert shown[rank] == f"peak {memory.total / unit:,.1f} {data['memoryUnit']['name']}"
+        assert labels[rank] == f"peak {memory.total / unit:,.1f} {data['memoryUnit']['name']}"
         assert marks[rank]["y"] == pytest.approx(tops[rank], abs=PIXEL)
-        assert marks[rank]["x"] == pytest.approx(found[0]["left"] + scale * told["ranks"][rank]["peakTime"], abs=PIXEL)
+        assert marks[rank]["x"] == pytest.approx(found[0]["left"] + scale * entry["ranks"][rank]["peakTime"], abs=PIXEL)
     largest = max(memory.total for memory in ranks)
     assert text(browser, "#peak").startswith(f"{largest / unit:,.1f} {data['memoryUnit']['name']}")
 
 
 def test_the_part_computed_again_is_as_long_as_predicted(browser, show):
-    told = show("pipeline")["schedules"][0]
+    entry = show("pipeline")["schedules"][0]
     boxes = browser.evaluate(
         "[...document.querySelectorAll('.again')].map(a => [a.previousElementSibling.id,"
         "a.getBoundingClientRect().width, a.previousElementSibling.getBoundingClientRect().width,"
         "a.getBoundingClientRect().left - a.previousElementSibling.getBoundingClientRect().left])"
     )
-    backwards = [f"a{n}" for n, kind in enumerate(told["actions"]["kind"]) if kind == "I"]
+    backwards = [f"a{n}" for n, kind in enumerate(entry["actions"]["kind"]) if kind == "I"]
     assert sorted(name for name, *_ in boxes) == sorted(backwards)
     for name, again, whole, away in boxes:
-        stage = told["stages"][told["actions"]["stage"][int(name[1:])]]
+        stage = entry["stages"][entry["actions"]["stage"][int(name[1:])]]
         assert again / whole == pytest.approx(stage["recomputed"] / stage["I"], abs=0.02)
         assert 0.1 < again / whole < 0.9
         assert away == pytest.approx(0.0, abs=PIXEL)
@@ -97,7 +97,7 @@ def test_the_part_computed_again_is_as_long_as_predicted(browser, show):
 
 def test_a_microbatch_followed_stays_bright_and_its_steps_come_in_order(browser, show):
     request = REQUESTS["pipeline"]
-    told = show("pipeline")["schedules"][0]
+    entry = show("pipeline")["schedules"][0]
     schedule = schedule_for(request.config, request.num_microbatches)
     assert {cell["opacity"] for cell in cells(browser)} == {1.0}
     choose(browser, 4)
@@ -106,14 +106,14 @@ def test_a_microbatch_followed_stays_bright_and_its_steps_come_in_order(browser,
         assert cell["opacity"] in (1.0, 0.16)
     assert text(browser, "#followed") == "4"
     listed = browser.evaluate("[...document.querySelectorAll('#steps button')].map(b => Number(b.dataset.action))")
-    actions = [actions_told(told)[number][1] for number in listed]
-    assert sorted(actions) == sorted(a for _, a in actions_told(told) if a.microbatch == 4)
+    actions = [actions_of(entry)[number][1] for number in listed]
+    assert sorted(actions) == sorted(a for _, a in actions_of(entry) if a.microbatch == 4)
     for place, action in enumerate(actions):
         assert all(needed in actions[:place] for needed in dependencies(schedule, action))
     sent = browser.evaluate(
         "[...document.querySelectorAll('.message[data-from]')].map(m => [m.dataset.from, m.dataset.to])"
     )
-    pairs = {(actions_told(told)[int(a)][1], actions_told(told)[int(b)][1]) for a, b in sent}
+    pairs = {(actions_of(entry)[int(a)][1], actions_of(entry)[int(b)][1]) for a, b in sent}
     assert pairs == {(a, b) for b in actions for a in dependencies(schedule, b) if a.stage != b.stage}
     for place, action in enumerate(actions):
         told_now = text(browser, "#description")
@@ -121,7 +121,7 @@ def test_a_microbatch_followed_stays_bright_and_its_steps_come_in_order(browser,
         assert f"of microbatch 4 on stage {action.stage} " in told_now
         assert browser.evaluate("document.querySelectorAll('[aria-current=step]').length") == 1
         now = browser.evaluate("document.querySelector('[aria-current=step]').dataset.action")
-        assert actions_told(told)[int(now)][1] == action
+        assert actions_of(entry)[int(now)][1] == action
         browser.evaluate("document.getElementById('next').click()")
     assert browser.evaluate("document.getElementById('next').disabled")
     browser.evaluate("document.getElementById('leave').click()")
@@ -135,8 +135,8 @@ def test_playing_goes_from_step_to_step_and_stops(browser, show):
     assert text(browser, "#play") == "Pause"
     assert text(browser, "#description").startswith("Step 1 of 2. Forward of microbatch 0")
     browser.evaluate(
-        "new Promise(done => { const told = document.getElementById('description'), until = Date.now() + 15000;"
-        "(function look() { told.textContent.startsWith('Step 2') || Date.now() > until ? done(0)"
+        "new Promise(done => { const text = document.getElementById('description'), until = Date.now() + 15000;"
+        "(function look() { text.textContent.startsWith('Step 2') || Date.now() > until ? done(0)"
         ": setTimeout(look, 50) })() })"
     )
     assert text(browser, "#description").startswith("Step 2 of 2. Backward of microbatch 0")
@@ -154,7 +154,7 @@ def test_another_schedule_has_the_simulators_makespan_and_bubble(browser, show):
     bars = browser.evaluate("[...document.querySelectorAll('#schedules label')].map(b => b.dataset.name)")
     assert bars == [schedule["name"] for schedule in data["schedules"]]
     seen = set()
-    for place, told in enumerate(data["schedules"]):
+    for place, entry in enumerate(data["schedules"]):
         if place % 2:
             browser.evaluate(f"document.querySelectorAll('#schedules input')[{place}].click()")
         else:
@@ -165,11 +165,11 @@ def test_another_schedule_has_the_simulators_makespan_and_bubble(browser, show):
         browser.settle()
         said = browser.evaluate("document.getElementById('makespan').firstChild.textContent")
         seen.add(said)
-        assert seconds(said) == pytest.approx(told["makespan"], rel=1e-3)
+        assert seconds(said) == pytest.approx(entry["makespan"], rel=1e-3)
         idle = browser.evaluate("document.getElementById('idle').firstChild.textContent")
-        assert idle == f"{100 * told['idle']:.1f}%"
+        assert idle == f"{100 * entry['idle']:.1f}%"
         assert browser.evaluate("document.querySelectorAll('#schedules input:checked').length") == 1
-        check_places(browser, told)
+        check_places(browser, entry)
     assert len(seen) >= 7
     step = step_time(REQUESTS["pipeline"].config, 2, 6)
     assert data["schedules"][0]["makespan"] == step.simulation.makespan
@@ -192,8 +192,8 @@ def test_schedules_share_one_axis_until_they_are_not_to(browser, show):
 
 
 def test_keys_go_from_cell_to_cell_follow_and_zoom(browser, show):
-    told = show("pipeline")["schedules"][0]
-    first = [told["actions"]["rank"].index(rank) for rank in range(4)]
+    entry = show("pipeline")["schedules"][0]
+    first = [entry["actions"]["rank"].index(rank) for rank in range(4)]
 
     def at() -> str:
         return browser.evaluate("document.getElementById('chart').getAttribute('aria-activedescendant')")
@@ -213,7 +213,7 @@ def test_keys_go_from_cell_to_cell_follow_and_zoom(browser, show):
     assert at() == f"a{first[1] - 1}", "there is no further one on this rank"
     browser.press("Home")
     browser.press("ArrowDown")
-    _, action = actions_told(told)[int(at()[1:])]
+    _, action = actions_of(entry)[int(at()[1:])]
     assert action.stage == 1
     assert text(browser, "#description").startswith(f"Forward of microbatch {action.microbatch} on stage 1 ")
     assert "waited for" in text(browser, "#description")
@@ -225,14 +225,14 @@ def test_keys_go_from_cell_to_cell_follow_and_zoom(browser, show):
     ratio = (after["right"] - after["left"]) / (before["right"] - before["left"])
     assert ratio == pytest.approx(1.6, rel=0.01)
     browser.press("0")
-    check_places(browser, told)
+    check_places(browser, entry)
     browser.press("Escape")
     assert text(browser, "#followed") == "none"
     assert {cell["opacity"] for cell in cells(browser)} == {1.0}
 
 
 def test_pointing_tells_and_clicking_follows(browser, show):
-    told = show("offloaded")["schedules"][0]
+    entry = show("offloaded")["schedules"][0]
     browser.evaluate("document.getElementById('chart').scrollIntoView()")
     target = next(c for c in cells(browser) if (c["kind"], c["stage"], c["microbatch"]) == ("B", "0", "1"))
     place = (target["left"] + target["right"]) / 2, (target["top"] + target["bottom"]) / 2
@@ -240,7 +240,7 @@ def test_pointing_tells_and_clicking_follows(browser, show):
     said = text(browser, "#description")
     assert said.startswith("Backward of microbatch 1 on stage 0 (embedding + layers 0 to 3), rank 0: ")
     assert "waited for 1B1 from rank 1" in said or "its last input, 1B1" in said
-    always = told["ranks"][0]["memory"]
+    always = entry["ranks"][0]["memory"]
     assert browser.evaluate("document.querySelector('.held').textContent") != "memory", f"of {always}"
     browser.point(*place, click=True)
     assert text(browser, "#followed") == "1"
@@ -248,26 +248,26 @@ def test_pointing_tells_and_clicking_follows(browser, show):
 
 @pytest.mark.parametrize("name", ["offloaded", "alone"])
 def test_copies_are_drawn_on_a_lane_of_their_own(name, browser, show):
-    told = show(name)["schedules"][0]
+    entry = show(name)["schedules"][0]
     boxes = browser.evaluate(
         "[...document.querySelectorAll('.copy')].map(c => ({...c.dataset, late: c.matches('.late'),"
         "left: c.getBoundingClientRect().left, right: c.getBoundingClientRect().right,"
         "top: c.getBoundingClientRect().top}))"
     )
     boxes = [box for box in boxes if "copy" in box]
-    found, copies = cells(browser), told["copies"]["ranks"]
+    found, copies = cells(browser), entry["copies"]["ranks"]
     assert len(boxes) == sum(len(rank["begin"]) for rank in copies) > 9
     scale = (found[-1]["right"] - found[0]["left"]) / (
-        told["actions"]["start"][-1] + costs_told(told).time(actions_told(told)[-1][1])
+        entry["actions"]["start"][-1] + costs_of(entry).time(actions_of(entry)[-1][1])
     )
-    end = told["makespan"] + told["gradients"] + told["update"]
+    end = entry["makespan"] + entry["gradients"] + entry["update"]
     for box in boxes:
         rank, place = copies[int(box["rank"])], int(box["copy"])
         assert box["left"] == pytest.approx(found[0]["left"] + scale * rank["begin"][place], abs=PIXEL)
         assert box["right"] == pytest.approx(found[0]["left"] + scale * min(end, rank["end"][place]), abs=PIXEL)
         assert box["late"] == bool(rank["late"][place])
         assert box["top"] > max(cell["bottom"] for cell in found if cell["rank"] == box["rank"])
-    marks = sum(len(rank["marks"]["time"]) for rank in copies) if told["copies"]["activations"] else 0
+    marks = sum(len(rank["marks"]["time"]) for rank in copies) if entry["copies"]["activations"] else 0
     assert browser.evaluate("document.querySelectorAll('#chart .mark').length") == marks
     said = text(browser, "#offload-words")
     assert ("it does." in said, "it does not." in said) == (False, True)

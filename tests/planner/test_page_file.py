@@ -16,7 +16,7 @@ import pytest
 from diptych.planner.page import SCRIPTS, as_script_data, page_html, write_page
 from diptych.plans.schedule.messages import dependencies
 from parity.cli.main import main
-from tests.planner.page_cases import REQUESTS, actions_told, costs_told, described, drawn
+from tests.planner.page_cases import REQUESTS, actions_of, costs_of, described, drawn
 
 ROOT = Path(__file__).parents[2]
 WRONG = {
@@ -106,15 +106,15 @@ def test_an_installed_package_has_the_pages_parts():
 # The page's program, without a page: in the Node that the type checker brings.
 
 NODE_PROGRAM = """
-const told = JSON.parse(require("fs").readFileSync(0, "utf8"));
-const found = told.schedules.map((schedule) => {
+const plan = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const found = plan.schedules.map((schedule) => {
   const simulation = simulationOf(schedule);
   const ids = simulation.rank.map((_, id) => id);
   return {
     end: simulation.end, before: ids.map(simulation.before), ready: ids.map(simulation.ready),
     steps: simulation.byMicrobatch,
     sender: ids.map((id) => simulation.sender(id) ?? -1), receiver: ids.map((id) => simulation.receiver(id) ?? -1),
-    facts: ids.map((id) => facts(simulation, id)), stories: ids.map((id) => story(simulation, id, told)),
+    facts: ids.map((id) => facts(simulation, id)), stories: ids.map((id) => story(simulation, id, plan)),
     held: schedule.ranks.map((rank, r) => savedAt(simulation, r, rank.peakTime)),
     at: ids.map((id) => actionAt(simulation, simulation.rank[id], (simulation.start[id] + simulation.end[id]) / 2)),
   };
@@ -143,42 +143,42 @@ def run_in_node(name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_program_finds_neighbours_senders_and_steps(name):
-    for (told, _, schedule), found in zip(drawn(name), run_in_node(name), strict=True):
-        costs, starts, shown = costs_told(told), told["actions"]["start"], actions_told(told)
-        number = {action: place for place, (_, action) in enumerate(shown)}
-        assert found["end"] == [start + costs.time(a) for start, (_, a) in zip(starts, shown, strict=True)]
-        assert found["at"] == [*range(len(shown))]
-        for place, (rank, action) in enumerate(shown):
+    for (entry, _, schedule), found in zip(drawn(name), run_in_node(name), strict=True):
+        costs, starts, listed = costs_of(entry), entry["actions"]["start"], actions_of(entry)
+        number = {action: place for place, (_, action) in enumerate(listed)}
+        assert found["end"] == [start + costs.time(a) for start, (_, a) in zip(starts, listed, strict=True)]
+        assert found["at"] == [*range(len(listed))]
+        for place, (rank, action) in enumerate(listed):
             other_stage = [o for o in dependencies(schedule, action) if o.stage != action.stage]
             assert found["sender"][place] == (number[other_stage[0]] if other_stage else -1)
             if found["sender"][place] >= 0:
                 assert found["receiver"][found["sender"][place]] == place
-            assert found["before"][place] == (place - 1 if place and shown[place - 1][0] == rank else -1)
+            assert found["before"][place] == (place - 1 if place and listed[place - 1][0] == rank else -1)
         for microbatch, steps in enumerate(found["steps"]):
-            assert sorted(steps) == [n for n, (_, action) in enumerate(shown) if action.microbatch == microbatch]
+            assert sorted(steps) == [n for n, (_, action) in enumerate(listed) if action.microbatch == microbatch]
             place = {step: at for at, step in enumerate(steps)}
             for step in steps:
-                needed = dependencies(schedule, shown[step][1])
+                needed = dependencies(schedule, listed[step][1])
                 assert all(place[number[other]] < place[step] for other in needed)
-        for rank, (kept, waiting) in enumerate(found["held"]):
-            memory = told["ranks"][rank]["memory"]
-            assert (kept, waiting) == (memory["activations"], memory["waiting"])
+        for rank, (saved, waiting) in enumerate(found["held"]):
+            memory = entry["ranks"][rank]["memory"]
+            assert (saved, waiting) == (memory["activations"], memory["waiting"])
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_sentences_are_whole(name):
-    for (told, _, schedule), found in zip(drawn(name), run_in_node(name), strict=True):
+    for (entry, _, schedule), found in zip(drawn(name), run_in_node(name), strict=True):
         for sentence in found["facts"] + found["stories"]:
             assert not re.search(r"undefined|NaN|null|Infinity|\[object|\s\s|\.\.", sentence), sentence
             assert sentence.endswith(".")
-        for place, (rank, action) in enumerate(actions_told(told)):
+        for place, (rank, action) in enumerate(actions_of(entry)):
             fact, story = found["facts"][place], found["stories"][place]
             assert f"of microbatch {action.microbatch}" in fact
             assert f"rank {rank}" in fact
-            replayed = told["stages"][action.stage]["recomputed"] > 0 and action.kind in "BI"
+            replayed = entry["stages"][action.stage]["recomputed"] > 0 and action.kind in "BI"
             assert ("recompute:" in fact) == ("recompute:" in story) == replayed
             receiver = found["receiver"][place]
-            if receiver >= 0 and schedule.rank_of(actions_told(told)[receiver][1].stage) != rank:
+            if receiver >= 0 and schedule.rank_of(actions_of(entry)[receiver][1].stage) != rank:
                 assert re.search(r"[\d.]+ (MiB|KiB), goes to stage \d+ on rank \d+", story)
             else:
                 assert "goes to stage" not in story

@@ -73,13 +73,13 @@ def test_bytes_on_the_wire_are_those_that_pytorch_sends(name):
     total = {name: term.total for name, term in terms.items()}
     by_rank = {name: term.by_rank for name, term in terms.items()}
     found, p, cp = sum(sent, Counter()), config.pipeline_model_parallel_size, config.context_parallel_size
-    copies, alike = ranks // p, "all_reduce dp_cp" if cp > 1 else "all_reduce dp"
+    copies, group = ranks // p, "all_reduce dp_cp" if cp > 1 else "all_reduce dp"
     for place, own in enumerate(sent):
         messages = [by_rank[name][place % p] for name in ("activations", "gradients of activations") if p > 1]
         assert own["isend pp"] == sum(messages)
-        assert -(-own[alike] * (copies - 1) // copies) == by_rank["gradients of parameters"][place % p]
+        assert -(-own[group] * (copies - 1) // copies) == by_rank["gradients of parameters"][place % p]
     assert found["isend pp"] == total.pop("activations", 0) + total.pop("gradients of activations", 0)
-    assert found[alike] * (copies - 1) == total.pop("gradients of parameters") * copies
+    assert found[group] * (copies - 1) == total.pop("gradients of parameters") * copies
     assert found["all_reduce embedding"] == 2 * total.pop("gradient of tied embedding", 0)
     assert found["all_reduce cp"] * (cp - 1) == total.pop("gradients of keys and values", 0) * cp
     assert found["all_gather cp"] + found["isend cp"] == sum(total.values())
@@ -320,12 +320,12 @@ def test_rows_that_are_alike_are_one():
 
 @pytest.mark.parametrize("count", [1, 16, 17, 18, 64, 1000])
 def test_long_tables_show_first_some_and_last_rows(count):
-    shown = printed_rows(count)
-    places = [place for place in shown if place is not None]
+    rows = printed_rows(count)
+    places = [place for place in rows if place is not None]
     assert places == sorted(set(places))
-    assert (places == [*range(count)]) == (None not in shown) == (count <= 16)
+    assert (places == [*range(count)]) == (None not in rows) == (count <= 16)
     assert {*range(min(count, 5)), *range(max(0, count - 5), count)} <= {*places}
-    assert len(shown) <= 16
+    assert len(rows) <= 16
 
 
 def test_replicas_are_counted(capsys):

@@ -173,8 +173,8 @@ def test_r24_forward_peak_is_lower_with_progressive_discarding(monkeypatch):
         memory = measure(body)
         return memory.peak("start", "forward") - memory.live("start"), memory.live("forward") - memory.live("start")
 
-    progressive, kept = peak()
+    progressive, held = peak()
     monkeypatch.setattr(BlockRecomputation, "discard_consumed", lambda self, hidden_states: None)
-    at_the_end, kept_at_the_end = peak()
+    at_the_end, held_at_the_end = peak()
     assert progressive < at_the_end - 8 * streams
-    assert kept == pytest.approx(kept_at_the_end, abs=streams / 4)
+    assert held == pytest.approx(held_at_the_end, abs=streams / 4)

@@ -17,7 +17,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.recompute import MODULES, VALUES, block_length, recompute_blocks
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
-from tests.backends import TORCH_DAILY, model_gradients, normal, room
+from tests.backends import TORCH_DAILY, backend_module, model_gradients, normal
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
 
@@ -167,12 +167,12 @@ def reports(config: TransformerConfig) -> tuple[dict, dict]:
     """residual_report of the loss in both backends."""
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, config.seq_length))
     targets = np.roll(tokens, -1, 1)
-    model = room("torch", "transformer").GPTModel(config)
-    ours = room("torch", "recompute").residual_report(
+    model = backend_module("torch", "transformer").GPTModel(config)
+    ours = backend_module("torch", "recompute").residual_report(
         lambda: model(torch.from_numpy(tokens), torch.from_numpy(targets), step=3)
     )
-    graph, params = nnx.split(room("jax", "transformer").GPTModel(config), nnx.Param)
-    theirs = room("jax", "recompute").residual_report(
+    graph, params = nnx.split(backend_module("jax", "transformer").GPTModel(config), nnx.Param)
+    theirs = backend_module("jax", "recompute").residual_report(
         lambda p: nnx.merge(graph, p)(jnp.asarray(tokens), jnp.asarray(targets), step=3), params
     )
     return ours, theirs
@@ -221,7 +221,7 @@ def test_streams_are_kept_at_block_boundaries_only():
 def test_name_must_be_a_known_value():
     for backend, x in (("torch", torch.ones(1)), ("jax", jnp.ones(1))):
         with pytest.raises(ValueError, match=r"name: expected one of \('residual_streams', .* got 'h_pst'"):
-            room(backend, "recompute").name_value(x, "h_pst")
+            backend_module(backend, "recompute").name_value(x, "h_pst")
 
 
 @pytest.mark.thorough
@@ -264,12 +264,12 @@ def test_gradients_do_not_change_and_agree_between_the_backends(dtype):
 def test_evaluation_and_inference_recompute_nothing(backend):
     config = replace(MODEL, **MODES["all modules"])
     tokens = np.arange(12)[None]
-    model, plain = (room(backend, "transformer").GPTModel(c) for c in (config, MODEL))
+    model, plain = (backend_module(backend, "transformer").GPTModel(c) for c in (config, MODEL))
     if backend == "torch":
         with torch.no_grad():
             np.testing.assert_array_equal(model(torch.from_numpy(tokens)), plain(torch.from_numpy(tokens)))
         model.eval()
-        report = room(backend, "recompute").residual_report
+        report = backend_module(backend, "recompute").residual_report
         assert report(model, torch.from_numpy(tokens)) == report(plain, torch.from_numpy(tokens))
     else:
         np.testing.assert_allclose(model(jnp.asarray(tokens)), plain(jnp.asarray(tokens)), rtol=1e-12)
@@ -277,7 +277,7 @@ def test_evaluation_and_inference_recompute_nothing(backend):
 
 def test_jax_drops_by_one_checkpoint_a_block():
     def checkpoints(config):
-        graph, params = nnx.split(room("jax", "transformer").GPTModel(config), nnx.Param)
+        graph, params = nnx.split(backend_module("jax", "transformer").GPTModel(config), nnx.Param)
         program = jax.make_jaxpr(lambda p: nnx.merge(graph, p)(jnp.zeros((1, 8), int)))(params)
         return sum(equation.primitive.name.startswith("remat") for equation in program.jaxpr.eqns)
 
@@ -311,5 +311,5 @@ def test_llama2_7b_activation_table(length, batch, tensor_parallel, gib):
         use_flash_attn=True,
         bf16=True,
     )
-    kept = [predict_memory(replace(config, recompute_activation_function=on), batch).saved for on in (False, True)]
-    assert (kept[0] - kept[1]) / 2**30 == pytest.approx(saved, rel=1e-3)
+    totals = [predict_memory(replace(config, recompute_activation_function=on), batch).saved for on in (False, True)]
+    assert (totals[0] - totals[1]) / 2**30 == pytest.approx(saved, rel=1e-3)

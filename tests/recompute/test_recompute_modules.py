@@ -232,13 +232,13 @@ class Stashing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third, self.linear = nn.Tanh(), nn.GELU(), nn.Softplus(), nn.Linear(8, 8)
-        self.kept = torch.empty(0)
+        self.hidden = torch.empty(0)
 
     def forward(self, x):
-        self.kept = self.first(x)
+        self.hidden = self.first(x)
         changed = self.third(x)
         changed += 1
-        return self.second(self.linear(self.kept)), (changed, self.kept[:, 1:])
+        return self.second(self.linear(self.hidden)), (changed, self.hidden[:, 1:])
 
 
 def test_outputs_that_code_still_holds_stay():
@@ -251,7 +251,7 @@ def test_outputs_that_code_still_holds_stay():
             recompute_modules(block, {"": ["first", "second", "third"]})
         x = inputs()["x"]
         output, (changed, part) = block(x)
-        loss = (output.square().sum() + changed.sum() + part.sum() * 3) * block.kept.sum()
+        loss = (output.square().sum() + changed.sum() + part.sum() * 3) * block.hidden.sum()
         loss.backward()
         results.append([output, changed, part, x.grad, block.linear.weight.grad])
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))

@@ -130,8 +130,8 @@ def recomputed(name: str = "blocks"):
 def saved_bytes(function, *args) -> int:
     """Bytes of the residuals of a function that are no argument."""
     program = jax.make_jaxpr(lambda *args: jax.vjp(function, *args)[1])(*args).jaxpr
-    kept = {v for v in program.outvars if not isinstance(v, Literal)} - {*program.invars, *program.constvars}
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+    residuals = {v for v in program.outvars if not isinstance(v, Literal)} - {*program.invars, *program.constvars}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in residuals)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -397,12 +397,12 @@ def test_a_value_is_dropped_with_what_it_alone_is_made_from():
     shapes = {"scale": (8,), "gate": (8, 32), "up": (8, 32), "down": (32, 8)}
     params = {name: jnp.asarray(draw(shape)) for name, shape in shapes.items()}
     wide = batch().size // 8 * 32 * 8  # bytes of one value of the inner width
-    for shared, kept in ((False, 2 * wide), (True, 3 * wide + 2 * wide // 4)):
+    for shared, expected in ((False, 2 * wide), (True, 3 * wide + 2 * wide // 4)):
         plain = partial(swiglu, shared=shared)
         other = recompute_modules(plain, ["norm", "act"])
         found, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(params, batch()) for f in (other, plain))
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), found, expected)
-        assert saved_bytes(other, params, batch()) == kept
+        assert saved_bytes(other, params, batch()) == expected
 
 
 def test_a_result_of_the_function_is_not_dropped():

@@ -201,13 +201,13 @@ def test_a_foreign_module_is_wrapped_as_it_is(need_weights, trace):
 
     assert_equal(run(True), run(False))
     assert trace.replayed == ["foreign"]
-    kept = {}
+    saved = {}
     for recompute in (False, True):
         memory = measure(lambda mark, recompute=recompute: run(recompute, mark))
-        kept[recompute] = memory.live("forward") - memory.live("start")
+        saved[recompute] = memory.live("forward") - memory.live("start")
     attention = 8 * 4 * 64 * 64 * 4
-    assert kept[False] > 3 * attention
-    assert kept[True] < 0.15 * kept[False]
+    assert saved[False] > 3 * attention
+    assert saved[True] < 0.15 * saved[False]
 
 
 # Leaks

@@ -26,8 +26,8 @@ def test_r12_hooks_outside_move_the_inputs_and_see_nothing_else(trace):
         packed.append(tensor.untyped_storage()._cdata)
         return tensor.detach().numpy().copy(), tensor.requires_grad
 
-    def back(kept):
-        return torch.from_numpy(kept[0])
+    def back(saved):
+        return torch.from_numpy(saved[0])
 
     def internals_of(x, weight):
         return F.gelu((x @ weight).sin().exp()).tanh()

@@ -26,7 +26,7 @@ from diptych.plans.model.parameters import parameter_specs
 from parity.cli.run import METRICS, TENSORBOARD, Metrics, read_metrics
 from parity.compare import relative_difference
 from parity.tolerances import PARAMETERS
-from tests.backends import BACKENDS, room, tiny_corpus
+from tests.backends import BACKENDS, backend_module, tiny_corpus
 from tests.saving.support import CONFIG, TRAIN, new_trainer, steps
 
 
@@ -92,13 +92,13 @@ def test_a_model_is_loaded_from_either_backends_file(backend, tmp_path):
     for writer in BACKENDS:
         trainer = new_trainer(writer)
         steps(trainer, 0, 1)
-        model = room(backend, "saving").load_model(trainer.save(tmp_path / writer))
+        model = backend_module(backend, "saving").load_model(trainer.save(tmp_path / writer))
         if backend == "torch":
-            found = room(backend, "saving").export_parameters(model)
+            found = backend_module(backend, "saving").export_parameters(model)
         else:
             from flax import nnx
 
-            found = room(backend, "saving").export_parameters(nnx.state(model, nnx.Param))
+            found = backend_module(backend, "saving").export_parameters(nnx.state(model, nnx.Param))
         for name, p in trainer.parameters().items():
             np.testing.assert_array_equal(found[name], p)
 

@@ -10,7 +10,7 @@ from diptych.plans.checkpoint import read_checkpoint
 from diptych.plans.schedule.placement import V_SCHEDULES
 from parity.compare import relative_difference
 from reference_torch.rank_pool import RankPool
-from tests.backends import BACKENDS, room, tiny_corpus
+from tests.backends import BACKENDS, backend_module, tiny_corpus
 from tests.saving.support import CONFIG, TRAIN, new_trainer, steps
 
 DEEP = replace(CONFIG, num_layers=4, layer_pattern="attention")
@@ -63,7 +63,10 @@ def test_what_was_imported_does_not_change_with_the_arrays_it_came_from(backend,
     steps(trainer, 0, 1)
     arrays = read_checkpoint(trainer.save(tmp_path / "one")).arrays
     given = {name: array.copy() for name, array in arrays.items()}
-    saving, state = room(backend, "saving"), (trainer._optimizer_state if backend == "jax" else trainer._optimizer)
+    saving, state = (
+        backend_module(backend, "saving"),
+        (trainer._optimizer_state if backend == "jax" else trainer._optimizer),
+    )
     model = trainer._params if backend == "jax" else trainer.stages
     model, state = saving.import_arrays(model, state, given, 1)
     for array in given.values():

@@ -33,7 +33,7 @@ def test_a_byte_order_mark_loses_no_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("5", "got 5; remove it"),
         ("[1]", r"got \[1\]"),
@@ -47,14 +47,14 @@ def test_a_byte_order_mark_loses_no_line(tmp_path):
         (line(1, validation_loss=10**400), "got validation_loss 1000"),
     ],
 )
-def test_a_line_that_no_run_writes_is_named(text, told, corpus, tmp_path, capsys):
+def test_a_line_that_no_run_writes_is_named(text, expected, corpus, tmp_path, capsys):
     run = tmp_path / "run"
     train = f"train {SMALL} --data-path {corpus} --save {run}"
     assert diptych(f"{train} --exit-step 2") == 0
     path = run / METRICS
     whole = path.read_text() + text + "\n" + line(1) + "\n"
     path.write_text(whole)
-    message = rf"metrics: expected results of a step in line 4 of .*{METRICS}, {told}"
+    message = rf"metrics: expected results of a step in line 4 of .*{METRICS}, {expected}"
     with pytest.raises(ValueError, match=message):
         read_metrics(path)
     for command in (f"{train} --resume", f"curves {run} --output {tmp_path}/c.png"):
@@ -86,9 +86,9 @@ def test_names_in_brackets_are_no_markup(corpus, tmp_path, capsys):
     text.parent.mkdir()
     text.write_bytes(corpus.read_bytes())
     assert main(["train", *SMALL.split(), "--data-path", str(text), "--save", str(run)]) == 0
-    told = capsys.readouterr().out.replace("\n", "")
-    assert f"corpus: {text}" in told
-    assert f"saved: {run}" in told
+    printed = capsys.readouterr().out.replace("\n", "")
+    assert f"corpus: {text}" in printed
+    assert f"saved: {run}" in printed
     assert main(["train", *SMALL.split(), "--data-path", str(text), "--save", str(run), "--resume"]) == 0
     assert f"from {run}" in capsys.readouterr().out.replace("\n", "")
     assert main(["info", str(run)]) == 0

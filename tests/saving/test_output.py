@@ -63,8 +63,8 @@ def test_a_run_whose_output_closes_is_saved(ranks, corpus, tmp_path):
     assert done.returncode == 0, done.stderr
     step = read_checkpoint(run).step
     assert 0 < step < 4000
-    told = f"stopped by standard output, which was closed, after step {step - 1}; continue with --resume"
-    assert done.stderr == f"diptych: {told}\n"
+    message = f"stopped by standard output, which was closed, after step {step - 1}; continue with --resume"
+    assert done.stderr == f"diptych: {message}\n"
 
 
 @pytest.mark.multiprocess

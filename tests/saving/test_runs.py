@@ -68,10 +68,10 @@ def test_info_and_curves(corpus, tmp_path, capsys):
     assert diptych(f"train {SMALL} --exit-step 3 --data-path {corpus} --save {run}") == 0
     capsys.readouterr()
     assert diptych("info", run) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("step 3; ")
-    assert "checksum right" in told
-    assert "hidden_size 16" in told
+    printed = capsys.readouterr().out
+    assert printed.startswith("step 3; ")
+    assert "checksum right" in printed
+    assert "hidden_size 16" in printed
     assert diptych("curves", run, "--output", tmp_path / "deep" / "curves.png") == 0
     assert (tmp_path / "deep" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert diptych("curves", tmp_path) == 2

@@ -137,9 +137,9 @@ FORGED = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_impossible_contents_are_named(name, saved):
-    change, told = FORGED[name]
+    change, expected = FORGED[name]
     forge(saved, change)
-    with pytest.raises(CheckpointError, match=rf"expected a whole checkpoint in .*, {told}") as error:
+    with pytest.raises(CheckpointError, match=rf"expected a whole checkpoint in .*, {expected}") as error:
         read_checkpoint(saved)
     assert "remove it to continue from the previous checkpoint" in str(error.value)
     assert len(str(error.value)) < 1000

@@ -91,12 +91,12 @@ def test_fewer_than_one_to_keep(tmp_path):
 
 def test_what_cannot_be_read_is_not_written(tmp_path):
     write_checkpoint(tmp_path, Checkpoint(1, {"model.w": np.zeros(2)}, {}))
-    for name, value, told in (
+    for name, value, got in (
         ("model.w", np.inf, "inf in model.w"),
         ("second_moment.w", -1.0, "-1.0 in second_moment.w"),
     ):
         with pytest.raises(
-            CheckpointError, match=f"expected to write step 2, got {told}, .*earlier checkpoints are unt"
+            CheckpointError, match=f"expected to write step 2, got {got}, .*earlier checkpoints are unt"
         ):
             write_checkpoint(tmp_path, Checkpoint(2, {name: np.array([0.0, value])}, {}))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000001.safetensors"]

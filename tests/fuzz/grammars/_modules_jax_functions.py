@@ -300,8 +300,8 @@ def saved_bytes(p: FunctionProgram, function: Callable[..., Any]) -> int:
     """Return the bytes of the residuals that are no argument, of a function with a larger batch."""
     run, floats = closed(function, arguments(p, BATCH_FOR_BYTES))
     traced = jax.make_jaxpr(lambda f: jax.vjp(lambda f: loss_of(run(f)), f)[1])(floats).jaxpr
-    kept = {v for v in traced.outvars if not isinstance(v, Literal)} - {*traced.invars, *traced.constvars}
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+    residuals = {v for v in traced.outvars if not isinstance(v, Literal)} - {*traced.invars, *traced.constvars}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in residuals)
 
 
 def names_of(p: FunctionProgram) -> set[str]:

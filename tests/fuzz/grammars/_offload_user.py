@@ -63,7 +63,7 @@ class Run:
     def end(self) -> dict[str, Any]:
         """Return everything that is visible to the user."""
         gradients = {f"gradient of {k}": p.grad for k, p in self.model.named_parameters() if p.grad is not None}
-        kept = {f"kept {n} {k}": g.clone() for n, each in enumerate(self.gradients) for k, g in each.items()}
+        stored = {f"kept {n} {k}": g.clone() for n, each in enumerate(self.gradients) for k, g in each.items()}
         aliases = {f"alias {k}": torch.as_tensor(a).clone() for k, a in enumerate([*self.early, *self.aliases])}
         state = {k: v.clone() for k, v in self.model.state_dict().items()}
         if self.manager is not None:
@@ -73,7 +73,7 @@ class Run:
             self.manager.close()
         parameters = {f"now {k}": p.detach().clone() for k, p in self.model.named_parameters()}
         buffers = {f"now {k}": b.clone() for k, b in self.model.named_buffers()}
-        return gradients | kept | aliases | state | parameters | buffers
+        return gradients | stored | aliases | state | parameters | buffers
 
     def close(self) -> None:
         """Drop all references, and close the manager in half of the programs."""
