@@ -1,7 +1,9 @@
 """The forward of one instance of a module, replaced from outside and put back."""
 
+import copy
 import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -14,6 +16,9 @@ class WrappedForward:
         module: the module.
         name: its name in the model, for messages.
     """
+
+    is_divisible = False
+    """True if the module may be one in which a pipeline stage begins."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
@@ -50,3 +55,19 @@ class WrappedForward:
         del self.module.forward
         if self._replaced is not None:
             self.module.forward = self._replaced
+
+    def of(self, module: nn.Module) -> "WrappedForward":
+        """Return the same forward of a shallow copy of the module."""
+        copied = copy.copy(self)
+        copied.module = module
+        copied._replaced = rebound(self._replaced, self.module, module)
+        return copied
+
+
+def rebound(forward: Any, module: nn.Module, copied: nn.Module) -> Any:
+    """Return the forward that an instance of a module has, for a shallow copy of the module."""
+    if isinstance(forward, WrappedForward) and forward.module is module:
+        return forward.of(copied)
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        return MethodType(forward.__func__, copied)
+    return forward

@@ -32,14 +32,20 @@ def offload_modules(model: Any, modules: Any, **settings: Any) -> TensorOffloadM
 
     Raises:
         TypeError: model is no module, modules is no list of texts, or a setting is unknown.
-        ValueError: a pattern matches nothing, a match lies inside of another, or see TensorOffloadManager and its
-            register_layer.
+        ValueError: a pattern matches nothing, a match lies inside of another, a cut of split_model lies in a match, or
+            see TensorOffloadManager and its register_layer.
         OffloadError: the host has no free memory.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     found = dict(model.named_modules())
     chosen = select("modules", modules, [*found])
+    for name in chosen:
+        if getattr(found[name], "contains_cut", False):
+            raise ValueError(
+                f"modules: expected submodules that are whole in one stage, got {name!r}, in which split_model has put "
+                "a cut; name submodules of it"
+            )
     manager = TensorOffloadManager(**settings)
     try:
         for number, name in enumerate(chosen):

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from reference_torch.pipeline.payloads import TensorSpec
 
@@ -53,7 +55,9 @@ class Trace:
     output: Any = None
     """Structure of the output."""
     parts: dict[str, set[int]] = field(default_factory=dict)
-    """Parts that call each submodule, or use each parameter of the enclosing code, by name."""
+    """Parts that call each submodule, or use each parameter or buffer of the enclosing code, by name."""
+    changed_buffers: dict[str, int] = field(default_factory=dict)
+    """The part whose enclosing code changes each buffer, by name."""
 
 
 _current: ContextVar["_Run | None"] = ContextVar("current run of a part", default=None)
@@ -123,12 +127,15 @@ class _TracingRun(_Run):
     Args:
         cuts: submodules at which the parts after the first begin.
         mode: mode of the fake tensors.
+        buffers: buffers of the enclosing code, by name.
     """
 
-    def __init__(self, cuts: list[str], mode: FakeTensorMode) -> None:
+    def __init__(self, cuts: list[str], mode: FakeTensorMode, buffers: dict[str, Tensor]) -> None:
         super().__init__()
         self._cuts = cuts
         self._mode = mode
+        self._buffers = buffers
+        self._versions = {name: buffer._version for name, buffer in buffers.items()}
         self._made_in: dict[Number, int] = {}
         self.trace = Trace(crossing=[[] for _ in range(len(cuts) + 1)])
 
@@ -170,7 +177,35 @@ class _TracingRun(_Run):
             self.use((args, kwargs))
         self.number_all(result, len(self.trace.events))
         self.trace.events.append(Event(called, self.part, result, everywhere))
+        for name, buffer in self._buffers.items():
+            if buffer._version != self._versions[name]:
+                self._versions[name] = buffer._version
+                self.note_change(name, self.part)
         return result
+
+    def note_change(self, name: str, part: int) -> None:
+        """Note that the enclosing code of a part changes a buffer, which no other part may use."""
+        self.trace.changed_buffers.setdefault(name, part)
+        self.trace.parts.setdefault(name, set()).add(part)
+
+    def check_buffers(self, present: dict[str, Any]) -> None:
+        """Check that each buffer that the enclosing code changes belongs to one part.
+
+        Args:
+            present: the buffers at the end, by name.
+        """
+        for name, buffer in present.items():
+            number = getattr(buffer, "_number", None)
+            if buffer is not self._buffers[name]:
+                self.note_change(name, self._made_in[number] if isinstance(number, tuple) else 0)
+        for name, part in self.trace.changed_buffers.items():
+            others = sorted(self.trace.parts[name] - {part})
+            if others:
+                raise ValueError(
+                    f"split_model: expected buffer {name!r}, which stage {part} changes in the code around the cuts, "
+                    f"to be used by no other stage, got it used in stage {others[0]}; move it into a submodule that "
+                    "one stage calls, or cut elsewhere"
+                )
 
     def use(self, value: Any) -> None:
         """Note that this part needs the tensors of a value."""
@@ -185,8 +220,15 @@ class _TracingRun(_Run):
                     self.trace.crossing[part].append(number)
 
 
-def trace(model: nn.Module, cuts: list[str], arguments: Any, mode: FakeTensorMode, device: torch.device | str) -> Trace:
-    """Run a model with fake tensors.
+def trace(
+    model: nn.Module,
+    cuts: list[str],
+    arguments: Any,
+    mode: FakeTensorMode,
+    device: torch.device | str,
+    enclosing_buffers: dict[str, tuple[nn.Module, str]],
+) -> Trace:
+    """Run a model with fake tensors. Neither saved-tensor hooks nor dispatch modes see the run.
 
     Args:
         model: a model with fake parameters, whose submodules call ``current_run``.
@@ -194,31 +236,44 @@ def trace(model: nn.Module, cuts: list[str], arguments: Any, mode: FakeTensorMod
         arguments: pair of positional and keyword arguments, with TensorSpec in place of tensors.
         mode: mode of the fake parameters.
         device: device of the arguments.
+        enclosing_buffers: buffers of the enclosing code: by name, the submodule and the name there.
 
     Raises:
-        ValueError: a cut is not called, or out of order.
+        ValueError: a cut is not called, or out of order; a buffer that one part changes is used by another.
         Exception: an error of the model with fake tensors, with a note that says so.
     """
-    run = _TracingRun(cuts, mode)
+    owners = {name: place for name, place in enclosing_buffers.items() if place[0]._buffers[place[1]] is not None}
+    buffers: dict[str, Any] = {name: module._buffers[key] for name, (module, key) in owners.items()}
+    run = _TracingRun(cuts, mode, buffers)
     args, kwargs = run.trace.arguments = _fake(arguments, mode, device)
     run.number_all(run.trace.arguments, -1)
-    for name, parameter in model.named_parameters():
-        parameter._number = name  # pyright: ignore[reportAttributeAccessIssue]
+    for name, tensor in [*model.named_parameters(), *buffers.items()]:
+        tensor._number = name  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with run:
+        with _disable_current_modes(), saved_tensors_hooks(_without_graph, lambda tensor: tensor), run:
             output = model(*args, **kwargs)
             run.use(output)
             run.trace.output = pytree.tree_structure(output)
+        run.check_buffers({name: module._buffers[key] for name, (module, key) in owners.items()})
     except Exception as error:
-        if not isinstance(error, ValueError) or not str(error).startswith("cuts"):
+        if not isinstance(error, ValueError) or not str(error).startswith(("cuts", "split_model")):
             error.add_note(
                 "split_model runs the model once with tensors that have shapes and no elements, to learn which tensors "
                 "cross a cut. If the code around the cuts depends on elements, cut the model by hand, into modules"
             )
         raise
+    finally:
+        for name, (module, key) in owners.items():
+            module._buffers[key] = buffers[name]
     if run.part < len(cuts):
         raise ValueError(f"cuts: expected submodules that forward calls, got {cuts[run.part]!r}, which it did not call")
     return run.trace
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Return a tensor to save for backward that holds no node, whose output it may be."""
+    with torch._C.DisableTorchFunction():  # no event of the model
+        return tensor.detach() if tensor.grad_fn is not None else tensor
 
 
 def _fake(arguments: Any, mode: FakeTensorMode, device: torch.device | str) -> Any:

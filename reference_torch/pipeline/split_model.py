@@ -7,17 +7,19 @@ owns those that it calls, and has no parameters of the others. Names of paramete
 
 import copy
 import copyreg
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from reference_torch.pipeline.partial_forward import PartEnd, PartialRun, Trace, current_run, trace
 from reference_torch.pipeline.payloads import TreeSpec, flatten
 from reference_torch.pipeline.shared_parameters import find_shared
+from reference_torch.wrapped_forward import WrappedForward, rebound
 
 
 def split_model(
@@ -31,8 +33,9 @@ def split_model(
     The first stage takes the arguments of the model; the output of each stage is the argument of the next one, and the
     last one returns the output of the model. The stages share parameters with the model and use its names, so a
     checkpoint of the model can be loaded into them. They can be wrapped by DistributedDataParallel or fully_shard, and
-    their submodules can be compiled, checkpointed, or given to recompute_modules. Stages can be deep-copied together,
-    and are saved by their state_dict, not by pickle.
+    their submodules can be compiled, checkpointed, or given to recompute_modules, before or after the split. Stages can
+    be deep-copied together, and are saved by their state_dict, not by pickle. A buffer that the code around the cuts
+    changes is in the state_dict of the stage that changes it.
 
     Args:
         model: the model.
@@ -45,7 +48,8 @@ def split_model(
         One stage more than cuts.
 
     Raises:
-        ValueError: a cut is not a submodule, or is not called in the given order.
+        ValueError: a cut is not a submodule, or is not called in the given order; or a buffer that the code around the
+            cuts changes is used by two stages. The first forward raises these if there are no example arguments.
     """
     _check_cuts(model, cuts)
     tracer = _Tracer(model, [*cuts])
@@ -82,6 +86,16 @@ MAX_TRACES = 16
 """Traces that a model stores, for different shapes of its arguments."""
 
 
+def _enclosing(model: nn.Module, cuts: Sequence[str]) -> set[str]:
+    """Return the names of the submodules that enclose a cut, and of the containers of submodules in them."""
+    parents = [name.split(".")[:-1] for name in cuts]
+    names = {".".join(path[:end]) for path in parents for end in range(len(path) + 1)}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name.rpartition(".")[0] in names:
+            names.add(name)  # it has no forward: the enclosing code calls what it contains
+    return names
+
+
 class _Tracer:
     """The model with fake parameters, and its traces by structure of the arguments.
 
@@ -92,8 +106,7 @@ class _Tracer:
 
     def __init__(self, model: nn.Module, cuts: list[str]) -> None:
         self._cuts = cuts
-        parents = [name.split(".")[:-1] for name in cuts]
-        self.enclosing = {".".join(path[:end]) for path in parents for end in range(len(path) + 1)}
+        self.enclosing = _enclosing(model, cuts)
         """Names of the submodules that enclose a cut; "" is the model."""
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with torch.no_grad():
@@ -108,6 +121,20 @@ class _Tracer:
         for name, module in self.watched(self.model):
             module.__class__ = _watched(type(module), name, _Enclosing if name in self.enclosing else _Whole, cuts)
         self._traces: dict[tuple[Any, ...], Trace] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Tracer":
+        """Return the tracer itself: copies of stages compute what the stages do."""
+        return self
+
+    @property
+    def fake_tensors(self) -> list[Tensor]:
+        """The parameters and buffers of the fake model."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def enclosing_buffers(self, model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+        """Return the buffers of the enclosing submodules: by name, the submodule and the name there."""
+        modules = [(name, module) for name, module in self.watched(model) if name in self.enclosing]
+        return {f"{name}.{key}".lstrip("."): (module, key) for name, module in modules for key in module._buffers}
 
     def watched(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the enclosing submodules and their whole children, in order of registration."""
@@ -145,7 +172,8 @@ class _Tracer:
             if len(self._traces) >= MAX_TRACES:
                 self._traces.pop(next(iter(self._traces)))
             arguments = spec.with_specs()
-            self._traces[key] = trace(self.model, self._cuts, arguments, self._mode, device)
+            buffers = self.enclosing_buffers(self.model)
+            self._traces[key] = trace(self.model, self._cuts, arguments, self._mode, device, buffers)
         return self._traces[key]
 
 
@@ -173,6 +201,7 @@ class _Whole:
 class _Enclosing:
     """A submodule whose code runs on every stage, because a cut lies in it."""
 
+    contains_cut = True
     _watched_name: str
     _watched_cuts: list[str]
 
@@ -180,6 +209,12 @@ class _Enclosing:
         run = current_run()
         if run is not None and self._watched_name in self._watched_cuts:
             run.begin_part(self._watched_name)
+        forward = self.__dict__.get("forward")
+        if run is not None and isinstance(forward, WrappedForward) and not forward.is_divisible:
+            raise ValueError(
+                f"split_model: expected a technique on submodules that are whole in one stage, got it on "
+                f"{self._watched_name!r}, in which a cut lies; name submodules of it instead"
+            )
         return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -188,8 +223,22 @@ class _Stage:
 
     _stage_tracer: _Tracer
     _stage_part: int
+    _own_forward: Callable[..., Any] | None = None
+    """The forward that somebody has set on this instance of the model."""
     shared_parameters: list[dict[int, str]]
     """Parameters that several stages share, each as a dict from stage to name."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy of the stage, in which the parameters of other stages are the same fake tensors."""
+        memo |= {id(fake): fake for fake in self._stage_tracer.fake_tensors}
+        if hasattr(super(), "__deepcopy__"):
+            return super().__deepcopy__(memo)  # pyright: ignore[reportAttributeAccessIssue]
+        reduced: Any = self.__reduce_ex__(4)  # as copy.deepcopy does
+        make, arguments, state, *_ = reduced
+        copied = make(*arguments)
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a stage: the first takes the arguments of the model, later ones the output of the previous stage."""
@@ -207,12 +256,27 @@ class _Stage:
         if self._stage_part > 0:
             args, kwargs = run.arguments()
         try:
-            with run:
-                output = super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            with _own_buffers(self, traced), run:
+                output = (self._own_forward or super().forward)(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
             run.check_output(output)
             return output
         except PartEnd:
             return [run.tensors[number] for number in traced.crossing[self._stage_part + 1]], spec
+
+
+@contextmanager
+def _own_buffers(stage: Any, traced: Trace) -> Iterator[None]:
+    """Put back, at the end, the buffers that only the enclosing code of another stage changes."""
+    buffers = stage._stage_tracer.enclosing_buffers(stage)
+    others = [buffers[name] for name, part in traced.changed_buffers.items() if part != stage._stage_part]
+    before = [(module, name, module._buffers[name]) for module, name in others]
+    for module, name in others:  # a checkpoint has it from the stage that changes it
+        module._non_persistent_buffers_set = {*module._non_persistent_buffers_set, name}
+    try:
+        yield
+    finally:
+        for module, name, buffer in before:
+            module._buffers[name] = buffer
 
 
 def _watched(base: type, name: str, kind: type, cuts: list[str]) -> type:
@@ -259,6 +323,8 @@ def _stage(model: nn.Module, tracer: _Tracer, part: int, owners: Mapping[str, se
 
     stage: Any = build("", model)
     stage.__class__ = _make_class(type(stage), _Stage)
+    if "forward" in stage.__dict__ and not isinstance(stage.__dict__["forward"], WrappedForward):
+        stage.__dict__["_own_forward"] = stage.__dict__.pop("forward")  # _Stage.forward calls it
     stage.__dict__["_stage_tracer"] = tracer
     stage.__dict__["_stage_part"] = part
     return stage
@@ -283,6 +349,8 @@ def _shallow_copy(module: nn.Module, kind: type) -> Any:
     copied = object.__new__(kind)
     attributes = module.__dict__.items()
     copied.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in attributes}
+    if "forward" in copied.__dict__:  # of recompute_modules, or a method of this instance
+        copied.__dict__["forward"] = rebound(copied.__dict__["forward"], module, copied)
     return copied
 
 

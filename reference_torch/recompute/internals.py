@@ -42,6 +42,11 @@ def torch_checkpoint() -> Any:
     return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
 
 
+def runs_without_memory() -> bool:
+    """Return True under a FakeTensorMode, whose tensors have shapes and no elements."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def storage_holders(storage: torch.UntypedStorage) -> int:
     """Return the number of references to a StorageImpl: one for each tensor and one for its Python object."""
     return torch._C._storage_Use_Count(storage._cdata)

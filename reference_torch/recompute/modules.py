@@ -142,11 +142,14 @@ class _Wrapped(WrappedForward):
     @property
     def drops(self) -> bool:
         """True if values would be dropped now."""
-        return self.is_active and self.module.training and torch.is_grad_enabled()
+        is_recording = self.is_active and self.module.training and torch.is_grad_enabled()
+        return is_recording and not internals.runs_without_memory()
 
 
 class _Block(_Wrapped):
     """The forward of a block: a manager is current while it runs."""
+
+    is_divisible = True
 
     @internals.skipped_by_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
