@@ -81,4 +81,5 @@ def guard_saved(
             )
         return saved.tensor
 
+    pack.outer = outer  # pyright: ignore[reportFunctionMemberAccess]
     return saved_tensors_hooks(pack, unpack)

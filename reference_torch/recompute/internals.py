@@ -37,9 +37,14 @@ def storage_address(tensor: Tensor) -> int | None:
 
 
 def torch_checkpoint() -> Any:
-    """Return the hook of the torch.utils.checkpoint that packs what operations save now, or None."""
+    """Return the hook of the torch.utils.checkpoint that packs what operations save now, or None.
+
+    Hooks of recompute and offload pass values on to those around them, which their attribute ``outer`` holds.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
-    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+    while hooks is not None and hooks[0].__module__ != "torch.utils.checkpoint":
+        hooks = getattr(hooks[0], "outer", None)
+    return None if hooks is None else hooks[0]
 
 
 def runs_without_memory() -> bool:

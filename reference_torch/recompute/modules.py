@@ -131,7 +131,20 @@ def recompute_modules(model: Any, modules: Any) -> RecomputedModules:
             raise ValueError(
                 f"modules: expected modules without recompute, got {name}, which has it; remove() it first"
             )
+    _check_separate(found, blocks)
     return RecomputedModules(model, blocks)
+
+
+def _check_separate(found: Mapping[str, nn.Module], blocks: Mapping[str, tuple[str, ...]]) -> None:
+    """Check that no chosen submodule is, under another name, part of another one; names alone do not show it."""
+    chosen = {id(found[name]): name for names in [blocks, *blocks.values()] for name in names}
+    for name in [name for names in blocks.values() for name in names]:
+        for inner in found[name].modules():
+            if inner is not found[name] and id(inner) in chosen:
+                raise ValueError(
+                    f"modules: expected separate submodules, got {name} and {chosen[id(inner)]}, a shared module, "
+                    "which is inside it; name one of them"
+                )
 
 
 class _Wrapped(WrappedForward):
@@ -208,7 +221,7 @@ class _Buffer(NamedTuple):
         if isinstance(self.owner, _NormBase) or self.content.nbytes <= SMALL_BUFFER:
             return True
         with _unrecorded():  # F.batch_norm on buffers of any module
-            return self.tensor.is_floating_point() and not torch.equal(self.tensor.detach(), self.content)
+            return self.tensor.is_floating_point() and not torch.equal(_read(self.tensor), self.content)
 
 
 class _Call:
@@ -236,7 +249,7 @@ def _buffers(module: nn.Module) -> list[_Buffer]:
         return [
             _Buffer(part, name, t, None, t)
             if t.is_inference()
-            else _Buffer(part, name, t, t._version, t.detach().clone())
+            else _Buffer(part, name, t, t._version, _read(t).clone())
             for part, name, t in owned
             if t is not None
         ]
@@ -248,7 +261,7 @@ def _as_before(buffers: Sequence[_Buffer]) -> Iterator[None]:
     with _unrecorded():
         own = [buffer for buffer in buffers if buffer.version is not None]
         present = [(b, b.owner._buffers[b.name]) for b in buffers]
-        contents = [(b.tensor, b.tensor.detach().clone(), b.tensor._version) for b in own]
+        contents = [(b.tensor, _read(b.tensor).clone(), b.tensor._version) for b in own]
         for buffer in buffers:
             buffer.owner._buffers[buffer.name] = buffer.tensor
         for buffer in own:
@@ -261,6 +274,17 @@ def _as_before(buffers: Sequence[_Buffer]) -> Iterator[None]:
                 _fill(tensor, content, version)
             for buffer, tensor in present:
                 buffer.owner._buffers[buffer.name] = tensor
+
+
+def _read(tensor: Tensor) -> Tensor:
+    """Return a tensor whose elements can be read where torch functions are not handled.
+
+    The class of an offloaded tensor fetches it first, so that class is asked, but no mode.
+    """
+    if type(tensor) is Tensor:
+        return tensor.detach()
+    copied: Any = type(tensor).__torch_function__(Tensor.clone, (type(tensor),), (tensor,))
+    return copied.detach()
 
 
 def _fill(tensor: Tensor, content: Tensor, version: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 from reference_torch.offload import OffloadError, offload_modules
 from reference_torch.offload.memory import OffloadedMemory
@@ -307,6 +308,51 @@ def test_with_recompute():
     assert_same(found, expected)
     manager.close()
     handle.remove()
+
+
+class Averaging(nn.Module):
+    """A module with a buffer that it changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x):
+        self.average.lerp_(x.detach().mean(0), 0.1)
+        return torch.tanh(x - self.average)
+
+
+class Parts(nn.Module):
+    """A list, which is never called itself, and a checkpoint of one of its submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList([Averaging(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 4))])
+
+    def forward(self, x):
+        x = self.parts[2](self.parts[1](self.parts[0](x)))
+        return x + checkpoint(self.parts[3], x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("patterns", [["parts"], ["parts.*"]])
+def test_with_recompute_of_what_is_called_alone_or_in_a_checkpoint(patterns):
+    """Recompute reads buffers of parts that are on the host, and leaves to a checkpoint what runs in it."""
+    results = []
+    for has_techniques in (False, True):
+        model, x = Parts(), torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+        manager = None
+        if has_techniques:
+            recompute_modules(model, {"": ["parts.0", "parts.2", "parts.3"]})
+            manager = offload_modules(model, patterns, activations=True, activation_min_bytes=1)
+        for _ in range(2):
+            model(x).square().sum().backward()
+        with torch.inference_mode():
+            last = model(x)
+        if manager is not None:
+            manager.close()
+        results.append([last, x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
 
 MISTAKES = [

@@ -272,6 +272,17 @@ class Counting(nn.Module):
         return output
 
 
+def test_a_shared_module_and_a_part_of_it_are_refused():
+    """Their names do not show that one is in the other."""
+    first, second = (nn.ModuleDict({"norm": nn.Sequential(nn.LayerNorm(8), nn.Tanh())}) for _ in range(2))
+    second["norm"] = first["norm"]
+    model = nn.ModuleList([first, second])
+    message = "expected separate submodules, got 0.norm and 1.norm.0, a shared module, which is inside it"
+    with pytest.raises(ValueError, match=message):
+        recompute_modules(model, {"0": ["norm"], "1": ["norm.0"]})
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_buffers_are_updated_once_and_read_as_in_forward():
     results = []
     for recompute in (False, True):

@@ -59,17 +59,10 @@ ACTIONS = {
     "freeze": 1,
     "capture": 2,
 }
-KNOWN = frozenset(
-    {
-        "shared part by two names",  # recompute of a shared module by one name, and of a submodule of it by another
-        "checkpoint of recompute in offload",  # checkpoint(part, x) of a part with offload and then recompute
-    }
-)
-"""Faults of this project that are known, each left out of programs until it is corrected and removed here."""
 COMPILED = 0.005
 """Share of programs that compile the model, which takes seconds."""
 HARD_CASES = frozenset(
-    {*ACTIONS, *KINDS, *SPECIAL, *CALLS, *CONTAINERS, *AROUND, *(" then ".join(t) for t in TECHNIQUES)} - KNOWN
+    {*ACTIONS, *KINDS, *SPECIAL, *CALLS, *CONTAINERS, *AROUND, *(" then ".join(t) for t in TECHNIQUES)}
     | {"tied", "shared part", "repeated", "nested", "in place", "into branch", "mask", "cut inside", "adamw"}
 )
 TOLERANCE = 1e-10
@@ -157,9 +150,7 @@ def _technique(
     """Draw the arguments of a technique."""
     if name == "recompute":
         chosen = [k for k in range(len(blocks)) if rng.random() < 0.8] or [0]
-        return Technique(
-            name, tuple((names[k], _submodules(rng, blocks[k], shared, "offload" in together)) for k in chosen)
-        )
+        return Technique(name, tuple((names[k], _submodules(rng, blocks[k])) for k in chosen))
     if name == "hyper":
         return Technique(
             name, tuple((block, ()) for block in names), (("num_residual_streams", int(rng.choice([2, 4]))),)
@@ -183,18 +174,14 @@ def _technique(
     return Technique(name, tuple((block, ()) for block in chosen_names), tuple(settings.items()))
 
 
-def _submodules(rng: np.random.Generator, block: BlockSpec, shared: bool, offloaded: bool) -> tuple[str, ...]:
+def _submodules(rng: np.random.Generator, block: BlockSpec) -> tuple[str, ...]:
     """Draw patterns of submodules of a block."""
-    known: set[int] = set()
-    if offloaded and "checkpoint of recompute in offload" in KNOWN:
-        known |= {k for k, part in enumerate(block.parts) if part.way == "checkpointed"}
-    if rng.random() < 0.1 and not known:
+    if rng.random() < 0.1:
         return ("norm", "parts.*")
     found = ["norm"] if rng.random() < 0.6 else []
     for k, part in enumerate(block.parts):
-        if rng.random() < 0.6 and k not in known:
-            is_shared = shared and k == 0 and "shared part by two names" in KNOWN
-            inner = None if is_shared else INNER.get(part.kind)
+        if rng.random() < 0.6:
+            inner = INNER.get(part.kind)
             found.append(f"parts.{k}.{inner}" if inner and rng.random() < 0.3 else f"parts.{k}")
     return tuple(found or ["norm"])
 
