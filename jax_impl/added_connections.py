@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -90,7 +91,8 @@ def add_hyper_connections(
     chosen = _chosen(dict(named_modules(model)), blocks)
     name, first = next(iter(chosen.items()))
     width = hidden_size or _width(name, first)
-    dtypes = [value.dtype for _, value in nnx.to_flat_state(nnx.state(first, nnx.Param))]
+    params = [nnx.state(module, nnx.Param) for module in (*chosen.values(), model)]
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     dtype = "float64" if dtypes and dtypes[0] == jnp.float64 else "float32"
     config = connection_config(width, len(chosen), num_residual_streams, dtype, settings)
     for number, (name, block) in enumerate(chosen.items()):
@@ -158,7 +160,13 @@ def _run(module: nnx.Module, x: Any, block: Callable[[Array], Any]) -> Any:
     streams = HyperConnectionModule.input_expand(x, count) if "first" in place else x
     aggregated, mixed, h_post = connection(streams, streams)
     result = block(aggregated)
-    output = result[0] if isinstance(result, tuple) else result
+    output = result[0] if isinstance(result, tuple) and result else result
+    if not isinstance(output, Array) or output.shape != aggregated.shape:
+        actual = list(output.shape) if isinstance(output, Array) else type(output).__name__
+        raise ValueError(
+            f"{type(module).__name__}: expected hidden states {list(aggregated.shape)}, or a tuple that begins with "
+            f"them, got {actual}"
+        )
     expanded, _ = connection.apply_h_post((output - aggregated, None), h_post)
     streams = expanded + mixed
     if "last" in place:

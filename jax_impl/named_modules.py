@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
-from jax import Array
+
+from jax_impl.traced_programs import is_array, split_arrays
 
 
 def named_modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
@@ -62,15 +62,19 @@ def call_through(
         args: positional arguments; arrays and nnx nodes among them are arguments of the transformed function.
         kwargs: keyword arguments, likewise.
 
+    Returns:
+        What the call returns. Of its leaves only arrays are results of the transformed function.
+
     Raises:
         ValueError: the call sets or adds an attribute, whose change a function of arrays would lose.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     node_places = [place for place, leaf in enumerate(leaves) if is_node(leaf)]
-    array_places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Array | np.ndarray)]
+    array_places = [place for place, leaf in enumerate(leaves) if not is_node(leaf) and is_array(leaf)]
     nodes = [module, *(leaves[place] for place in node_places)]
     graph, state = nnx.split(nodes)
     changed: list[Any] = []
+    result: list[Callable[..., Any]] = []
 
     def run(state: Any, arrays: list[Any]) -> Any:
         module, *others = nnx.merge(graph, state, copy=True)
@@ -89,14 +93,16 @@ def call_through(
         before = _values(state)
         after = _values(state_after)
         changed[:] = [path for path in after if after[path] is not before[path]]
-        return output, [after[path] for path in changed]
+        arrays, join = split_arrays(output)
+        result[:] = [join]
+        return arrays, [after[path] for path in changed]
 
     output, values = transform(run)(state, [leaves[place] for place in array_places])
     if changed:
         present = dict(nnx.to_flat_state(state))
         updated = {path: _replaced(present[path], value) for path, value in zip(changed, values, strict=True)}
         nnx.update(nodes, nnx.from_flat_state(updated))
-    return output
+    return result[0](output)
 
 
 def _values(state: Any) -> dict[Any, Any]:

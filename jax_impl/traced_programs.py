@@ -1,12 +1,13 @@
 """Programs that JAX has traced: calls inlined, and parts of them run alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
+CALLS = ("jit", "pjit", "closed_call", "core_call")
 """Primitives that run a program as it is."""
 
 
@@ -18,7 +19,7 @@ def trace_inlined(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
         args: its arguments, or their shapes.
     """
     traced = jax.make_jaxpr(function)(*args)
-    if not any(equation.primitive.name in _CALLS for equation in traced.jaxpr.eqns):
+    if not any(equation.primitive.name in CALLS for equation in traced.jaxpr.eqns):
         return traced
     return jax.make_jaxpr(lambda *leaves: _run_inlined(traced, leaves))(*jax.tree.leaves(args))
 
@@ -44,6 +45,42 @@ def variables(atoms: Sequence[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
+def value_of(values: Mapping[Any, Any], atom: Any) -> Any:
+    """Return the value of an operand of an equation: a literal, or a variable with a value.
+
+    Args:
+        values: values of the variables.
+        atom: the operand.
+    """
+    return atom.val if isinstance(atom, Literal) else values[atom]
+
+
+def is_array(leaf: Any) -> bool:
+    """Return True for what JAX traces, but not for a number of Python, a text or a function."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) or hasattr(leaf, "__jax_array__")
+
+
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return the arrays of a tree, and a function that returns the tree with other arrays in their places.
+
+    Args:
+        tree: a pytree, which may have leaves that are no arrays.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
+    arrays = [leaves[place] for place in places]
+    for place in places:
+        leaves[place] = None  # an array of a transformation must not outlive it
+
+    def join(arrays: Sequence[Any]) -> Any:
+        found = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            found[place] = array
+        return jax.tree.unflatten(structure, found)
+
+    return arrays, join
+
+
 def _run_inlined(program: Any, args: Sequence[Any]) -> list[Any]:
     """Run a program, the programs that it calls in the same way, and all other equations as they are."""
     jaxpr = program.jaxpr
@@ -58,13 +95,13 @@ def _run_inlined(program: Any, args: Sequence[Any]) -> list[Any]:
         pending.clear()
 
     for equation in jaxpr.eqns:
-        if equation.primitive.name not in _CALLS:
+        if equation.primitive.name not in CALLS:
             pending.append(equation)
             continue
         run_pending()
         called = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
-        operands = [atom.val if isinstance(atom, Literal) else values[atom] for atom in equation.invars]
+        operands = [value_of(values, atom) for atom in equation.invars]
         closed = called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, [])
         values.update(zip(equation.outvars, _run_inlined(closed, operands), strict=True))
     run_pending()
-    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
+    return [value_of(values, atom) for atom in jaxpr.outvars]

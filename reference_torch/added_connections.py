@@ -164,10 +164,12 @@ class _Connected(WrappedForward):
             aggregated, mixed, h_post = self.connection(streams, streams)
         version = 0 if aggregated.is_inference() else aggregated._version
         result = block(aggregated)
-        output = result[0] if isinstance(result, tuple) else result
-        if not isinstance(output, Tensor):
+        output = result[0] if isinstance(result, tuple) and result else result
+        if not isinstance(output, Tensor) or output.shape != aggregated.shape:
+            actual = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(
-                f"{self.name}: expected hidden states, or a tuple that begins with them, got {type(output).__name__}"
+                f"{self.name}: expected hidden states {list(aggregated.shape)}, or a tuple that begins with them, got "
+                f"{actual}"
             )
         if not aggregated.is_inference() and aggregated._version != version:
             raise ValueError(

@@ -19,6 +19,7 @@ from jax.extend.core.primitives import dot_general_p
 from diptych.plans.module_patterns import select
 from jax_impl.named_modules import call_through, change_class, named_modules, restore_classes, subclass_with
 from jax_impl.offload.device import is_on_host
+from jax_impl.recompute.inner_checkpoints import keep_inner_checkpoints
 from jax_impl.recompute.opaque_call import except_opaque_calls, without_residuals
 from jax_impl.traced_programs import part_of, trace_inlined, variables
 
@@ -61,19 +62,20 @@ class OffloadedModules:
         """
         return jax.tree.map(_to_device, tree)
 
-    def update(self, optimizer: nnx.Optimizer, model: nnx.Module, gradients: Any) -> None:
-        """Run ``optimizer.update(model, gradients)`` on the device, and move parameters to the host again.
+    def update(self, optimizer: nnx.Optimizer, model: nnx.Module, gradients: Any, **kwargs: Any) -> None:
+        """Run ``optimizer.update(model, gradients, **kwargs)`` on the device, and move parameters to the host again.
 
         Args:
             optimizer: any nnx.Optimizer of the model.
             model: the model, or its copy in a transformation such as nnx.jit.
             gradients: gradients of nnx.grad, in either memory.
+            kwargs: what the optimizer takes besides, such as value=loss.
         """
         params = nnx.state(model, optimizer.wrt)
         were_on_host = jax.tree.map(is_on_host, params)
         nnx.update(model, self.fetch(params))
         nnx.update(optimizer, self.fetch(nnx.state(optimizer)))
-        optimizer.update(model, self.fetch(gradients))
+        optimizer.update(model, self.fetch(gradients), **kwargs)
         after = nnx.state(model, optimizer.wrt)
         nnx.update(model, jax.tree.map(lambda was, x: _to_host(x) if was else x, were_on_host, after))
         if self._optimizer_state:
@@ -237,12 +239,13 @@ def _run_with_copies(run: Callable[..., Any], state: Any, arrays: list[Any]) -> 
     copy = part_of(jaxpr, first, inputs, crossing)
     copies = without_residuals(lambda *hosted: copy(*map(_to_device, hosted)))(*hosted)
     body = part_of(jaxpr, rest, [*crossing, *remaining_inputs, *jaxpr.constvars], jaxpr.outvars)
-    return jax.tree.unflatten(result[0], body(*copies, *others, *arrays, *program.consts))
+    outputs = keep_inner_checkpoints(body)(*copies, *others, *arrays, *program.consts)
+    return jax.tree.unflatten(result[0], outputs)
 
 
-def _moving(min_bytes: int, primitive: Any, *operands: Any, **_: Any) -> Any:
+def _moving(min_bytes: int, primitive: Any, *operands: Any, **params: Any) -> Any:
     """Decide as a policy of jax.checkpoint that results are saved in host memory, but not those of opaque calls."""
-    if not except_opaque_calls(primitive):
+    if not except_opaque_calls(primitive, *operands, **params):
         return False
     floats = [x for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
     largest = max((x.size * x.dtype.itemsize for x in floats), default=-1)

@@ -6,9 +6,9 @@ such a call, and its only residuals are its inputs. The mirror for PyTorch is ``
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from diptych.plans.module_patterns import matching, select_within
 from diptych.plans.recompute import ModuleBytes
 from jax_impl.named_modules import call_through, change_class, is_node, named_modules, restore_classes, subclass_with
+from jax_impl.recompute.inner_checkpoints import keep_inner_checkpoints
 from jax_impl.recompute.names import drop_names
 from jax_impl.recompute.opaque_call import except_opaque_calls, without_residuals
 
@@ -167,10 +168,14 @@ def _block_class(kind: type) -> type:
                 finally:
                     _state.depth -= 1
 
-            checkpoint = partial(jax.checkpoint, policy=except_opaque_calls)  # pyright: ignore[reportPrivateImportUsage]
-            return call_through(checkpoint, inside, self, args, kwargs)
+            return call_through(_checkpoint, inside, self, args, kwargs)
 
     return subclass_with(kind, call)
+
+
+def _checkpoint(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that saves everything for backward but the results of opaque calls."""
+    return jax.checkpoint(keep_inner_checkpoints(run), policy=except_opaque_calls)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @cache

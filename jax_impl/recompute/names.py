@@ -11,14 +11,13 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
+from jax_impl.recompute.inner_checkpoints import keep_inner_checkpoints
 from jax_impl.recompute.opaque_call import except_opaque_calls, without_residuals
+from jax_impl.traced_programs import CALLS, split_arrays, value_of
 
-_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
-"""Primitives whose function is evaluated in place."""
-_CALLS = frozenset({*_INLINED, "custom_jvp_call"})
+_CALLS = frozenset({*CALLS, "custom_jvp_call"})
 """Primitives that call a function."""
 _ELEMENTWISE = (
     "abs add and cbrt ceil clamp convert_element_type copy cos cosh div eq erf erf_inv exp exp2 expm1 floor ge gt "
@@ -37,7 +36,8 @@ def drop_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[.
     """Return a function that drops the values whose checkpoint names match a pattern.
 
     Args:
-        function: function of pytrees. Leaves that are no arrays, such as numbers and functions, are not traced.
+        function: function of pytrees. Leaves that are no arrays, such as numbers, texts and functions, are not traced,
+            neither in its arguments nor in its results.
         names: patterns, with ``*`` for any text.
 
     Raises:
@@ -51,27 +51,21 @@ def drop_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[.
         raise ValueError("modules: expected at least one pattern, got none")
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        arrays, join = split_arrays((args, kwargs))
         result: list[Any] = []
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        arrays = {number: leaf for number, leaf in enumerate(leaves) if _is_array(leaf)}
 
         def flat(*values: Any) -> list[Any]:
-            inputs = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
-            args, kwargs = jax.tree.unflatten(structure, inputs.values())
-            found, treedef = jax.tree.flatten(function(*args, **kwargs))
-            result[:] = [treedef]
+            args, kwargs = join(values)
+            found, join_results = split_arrays(function(*args, **kwargs))
+            result[:] = [join_results]
             return found
 
-        program = jax.make_jaxpr(flat)(*arrays.values())
+        program = jax.make_jaxpr(flat)(*arrays)
         _check_names(names, program.jaxpr)
-        run = partial(_evaluate, program.jaxpr, program.consts, names)
-        return jax.tree.unflatten(result[0], jax.checkpoint(run, policy=except_opaque_calls)(*arrays.values()))  # pyright: ignore[reportPrivateImportUsage]
+        run = keep_inner_checkpoints(partial(_evaluate, program.jaxpr, program.consts, names))
+        return result[0](jax.checkpoint(run, policy=except_opaque_calls)(*arrays))  # pyright: ignore[reportPrivateImportUsage]
 
     return call
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic) or hasattr(leaf, "__jax_array__")
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -101,9 +95,7 @@ def _evaluate(program: Jaxpr, constants: Sequence[Any], patterns: Sequence[str],
     regions = _regions(program, _dropped(program, patterns))
     inside = {id(equation) for region in regions.values() for equation in region[:-1]}
 
-    def read(x: Any) -> Any:
-        return x.val if isinstance(x, Literal) else values[x]
-
+    read = partial(value_of, values)
     for equation in program.eqns:
         inner = next(iter(jaxprs_in_params(equation.params)), None)
         has_names = any(
@@ -114,7 +106,7 @@ def _evaluate(program: Jaxpr, constants: Sequence[Any], patterns: Sequence[str],
         if id(equation) in regions:
             operands, function = _function_of(program, regions[id(equation)])
             results = without_residuals(function)(*map(read, operands))
-        elif has_names and equation.primitive.name in _INLINED and inner is not None:
+        elif has_names and equation.primitive.name in CALLS and inner is not None:
             closed = equation.params["jaxpr"]
             results = _evaluate(inner, closed.consts, patterns, *map(read, equation.invars))
         elif has_names:

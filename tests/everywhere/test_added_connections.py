@@ -178,6 +178,45 @@ def test_wrong_models_are_named(add, make):
         reordered(torch.from_numpy(batch()) if add is add_in_torch else jnp.asarray(batch()))
 
 
+class Scales(nnx.Module):
+    """A block without parameters."""
+
+    def __call__(self, x):
+        return x + jnp.sin(x)
+
+
+def test_coefficients_have_the_type_of_the_model_if_the_first_block_has_no_parameters():
+    model = nnx.Sequential(Scales(), JaxBlock(nnx.Rngs(0)))
+    x = jnp.asarray(batch())
+    expected = model(x)
+    handle = add_in_jax(model, ["layers.*"], hidden_size=WIDTH)
+    assert {c.phi[...].dtype for c in handle.connections.values()} == {jnp.dtype("float64")}
+    np.testing.assert_allclose(model(x), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["dict", "narrow"])
+def test_blocks_that_return_something_else_are_named(kind):
+    """In both frameworks with one message. A narrower result would be added to all columns."""
+    change = {"dict": lambda x: {"hidden": x}, "narrow": lambda x: x[..., :1]}[kind]
+    say = (
+        r"expected hidden states \[2, 5, 8\], or a tuple that begins with them, got "
+        + {"dict": "dict", "narrow": r"\[2, 5, 1\]"}[kind]
+    )
+    torch_model, jax_model = TorchModel(), JaxModel()
+    torch_block, jax_block = type("Other", (TorchBlock,), {}), type("Other", (JaxBlock,), {})
+    torch_block.forward = lambda self, x: change(TorchBlock.forward(self, x))
+    jax_block.__call__ = lambda self, x: change(JaxBlock.__call__(self, x))
+    torch_model.blocks[0].__class__ = torch_block
+    object.__setattr__(jax_model.blocks[0], "__class__", jax_block)
+    add_in_torch(torch_model, ["blocks.*"])
+    add_in_jax(jax_model, ["blocks.*"])
+    x = np.ones((2, 5, WIDTH))
+    with pytest.raises(ValueError, match=say):
+        torch_model(torch.from_numpy(x))
+    with pytest.raises(ValueError, match=say):
+        jax_model(jnp.asarray(x))
+
+
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()

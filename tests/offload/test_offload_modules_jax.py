@@ -90,6 +90,23 @@ def test_gradients_are_added_on_the_device():
         np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_what_an_optimizer_takes_besides_gradients_is_passed_on():
+    model, plain = Transformer(), Transformer()
+    transformation = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    handle = offload_modules(model, ["layers.*"])
+    for one in (model, plain):
+        optimizer = nnx.Optimizer(one, transformation, wrt=nnx.Param)
+        for value in (1.0, 2.0, 3.0, 4.0):
+            gradients = nnx.grad(loss)(one, batch())
+            if one is model:
+                handle.update(optimizer, one, gradients, value=value)
+            else:
+                optimizer.update(one, gradients, value=value)
+    handle.close()
+    for found, wanted in zip(*(jax.tree.leaves(nnx.state(one, nnx.Param)) for one in (model, plain)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def residuals(model) -> tuple[list, list]:
     """Shapes of what the model saves for backward on the device and on the host, besides its arguments."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)

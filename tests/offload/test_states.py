@@ -130,8 +130,8 @@ def test_o8_state_dict_while_away(managers, tmp_path):
     state = torch.load(tmp_path / "state.pt")
     for name, value in plain.state_dict().items():
         assert torch.equal(state[name], value), name
-    state = ours.state_dict(keep_vars=True)
-    assert all(state[name] is parameter for name, parameter in ours.named_parameters())
+    variables = ours.state_dict(keep_vars=True)
+    assert all(variables[name] is parameter for name, parameter in ours.named_parameters())
 
     fresh = build()
     with torch.no_grad():

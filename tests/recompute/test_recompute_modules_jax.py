@@ -397,12 +397,90 @@ def test_a_value_is_dropped_with_what_it_alone_is_made_from():
     shapes = {"scale": (8,), "gate": (8, 32), "up": (8, 32), "down": (32, 8)}
     params = {name: jnp.asarray(draw(shape)) for name, shape in shapes.items()}
     wide = batch().size // 8 * 32 * 8  # bytes of one value of the inner width
-    for shared, expected in ((False, 2 * wide), (True, 3 * wide + 2 * wide // 4)):
+    for shared, size in ((False, 2 * wide), (True, 3 * wide + 2 * wide // 4)):
         plain = partial(swiglu, shared=shared)
         other = recompute_modules(plain, ["norm", "act"])
         found, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(params, batch()) for f in (other, plain))
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), found, expected)
-        assert saved_bytes(other, params, batch()) == expected
+        assert saved_bytes(other, params, batch()) == size
+
+
+def test_complex_values_do_not_keep_a_compiled_checkpoint_from_working():
+    """They are computed again: JAX cannot save them where a policy decides."""
+
+    def function(x):
+        spectrum = jnp.fft.fft(checkpoint_name(jnp.sin(x), "sine"))
+        return jnp.abs(spectrum * jax.lax.complex(jnp.cos(x), x) + 1j * jnp.square(spectrum)).sum()
+
+    x = jnp.linspace(0.1, 1, 12).reshape(3, 4)
+    found = jax.jit(jax.value_and_grad(recompute_modules(function, ["sine"])))(x)
+    for one, other in zip(found, jax.value_and_grad(function)(x), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+class Labels(nnx.Module):
+    """A module that also returns a text, a number and None."""
+
+    def __call__(self, x, scale):
+        return {"out": jnp.sin(x) * scale, "label": "sine", "count": 3, "nothing": None}
+
+
+class Labelled(nnx.Module):
+    def __init__(self) -> None:
+        self.part = Labels()
+
+    def __call__(self, x):
+        found = self.part(x, scale=2)
+        assert (found["label"], found["count"], found["nothing"]) == ("sine", 3, None)
+        return found["out"] * found["count"], found["label"]
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_results_that_are_no_arrays_are_passed_on(transform):
+    model, x = Labelled(), jnp.linspace(0.1, 1, 12)
+    recompute_modules(model, {"": ["part"]})
+    function = recompute_modules(lambda x: (checkpoint_name(jnp.sin(x), "a") * 6, "sine"), ["a"])
+    for call in (model, function):
+        assert call(x)[1] == "sine"
+        gradient = transform(jax.grad(lambda x, call=call: call(x)[0].sum()))(x)
+        np.testing.assert_allclose(gradient, 6 * jnp.cos(x), rtol=1e-15)
+
+
+class Kept(nnx.Module):
+    """A block, of which a part runs in jax.checkpoint, alone or in a loop."""
+
+    def __init__(self, count: int) -> None:
+        self.norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0), param_dtype=float)
+        self.weight = nnx.Param(jax.random.normal(jax.random.key(0), (8, 64)) / 4)
+        self.count = count
+
+    def __call__(self, x):
+        @jax.checkpoint  # pyright: ignore[reportPrivateImportUsage]
+        def mlp(x, weight):
+            return x + jnp.sin(jnp.sin(x @ weight) ** 2) @ weight.T
+
+        x = self.norm(x)
+        if self.count == 1:
+            return jax.jit(mlp)(x, self.weight[...])
+        return jax.lax.scan(lambda x, _: (mlp(x, self.weight[...]), None), x, None, self.count)[0]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("technique", ["recompute", "offload"])
+def test_a_checkpoint_of_the_user_still_drops_its_values(technique, count):
+    plain, model = (nnx.Sequential(Kept(count)) for _ in range(2))
+    if technique == "recompute":
+        recompute_modules(model, {"layers.0": ["norm"]})
+    else:
+        offload_modules(model, ["layers.0"])
+    x = jnp.linspace(-1, 1, 5 * 8).reshape(5, 8)
+    graph, params = nnx.split(model)
+    run = lambda params, x: nnx.merge(graph, params)(x)  # noqa: E731
+    assert saved_bytes(run, params, x) <= (5 + count) * 8 * x.size, "of width 8 only, none of width 64"
+    found = jax.jit(jax.grad(lambda params, x: (run(params, x) ** 2).sum()))(params, x)
+    wanted = nnx.grad(lambda model, x: (model(x) ** 2).sum())(plain, x)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
 
 
 def test_a_result_of_the_function_is_not_dropped():

@@ -24,25 +24,15 @@ from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
 
 Program = FunctionProgram | ModelProgram
 
-KNOWN = frozenset(
-    {"with a text", "sowing", "plain array", "late optimizer", "dict under hyper-connections", "checkpointed"}
-    | {"names in checkpoint", "fft", "python counter", "optimizer state in a scan"}
-    | {"pair with others", "read outside of its module", "first block without parameters"}
-)
-"""Features that are left out, because the project ends with an error of JAX or flax, or saves more, for each.
+KNOWN = frozenset({"late optimizer", "optimizer state in a scan", "read outside of its module"})
+"""Features that are left out, because the project ends with an error of JAX or flax for each.
 
-with a text, pair with others: a function or a submodule that also returns a text or a number, with recompute.
-read outside of its module: a parameter of an offloaded module that another one reads, or that shares it.
-sowing: a module that calls sow, inside of recompute or offload.
-plain array: a module with an array that is no Variable, inside of recompute or offload.
+read outside of its module: a parameter of an offloaded module that the code of another one reads.
 late optimizer: an optimizer that is made after offload.
-dict under hyper-connections: a block that returns a dict.
-checkpointed, names in checkpoint: jax.checkpoint inside of the function, whose values are saved after all.
-first block without parameters: hyper-connections are then in float32, in a model in float64 too.
-fft: complex values, which jax.checkpoint with a policy does not save when it is compiled.
-python counter: an attribute of Python that a call changes, inside of recompute or offload: the change is lost.
 optimizer state in a scan: moments are on the device before the first step and on the host after it.
 """
+SLACK = 1600
+"""Bytes that may be saved besides: one reduced value, of which JAX saves a float in the place of a boolean."""
 HARD_CASES = frozenset(
     {"function", "model", "recompute", "offload", "hyper-connections", "two techniques", "activations"}
     | {"optimizer state", "eager", "jit", "vmap", "twice", "checkpoint", "scan", "donate", "state", "shared", "removed"}
@@ -79,7 +69,7 @@ def _draw_function(rng: np.random.Generator) -> FunctionProgram:
     count = int(rng.integers(2, 6))
     while len(operations) < count:
         kind = _choice(rng, kinds)
-        if kind in KNOWN or rng.random() > RARE.get(kind, 1.0):
+        if rng.random() > RARE.get(kind, 1.0):
             continue
         last = len(operations) + 1
         reads = (last if rng.random() < 0.7 else int(rng.integers(last + 1)), int(rng.integers(last + 1)))
@@ -99,9 +89,7 @@ def _draw_function(rng: np.random.Generator) -> FunctionProgram:
     return FunctionProgram(
         operations=tuple(operations),
         results=tuple(results),
-        structure=_choice(
-            rng, [each for each in ("array", "tuple", "tuple", "dict", "with a text") if each not in KNOWN]
-        ),
+        structure=_choice(rng, ["array", "tuple", "tuple", "dict", "with a text"]),
         named_argument=named_argument,
         leaves=_choice(rng, ["jax", "numpy", "mixed", "mixed"]),
         patterns=tuple(patterns),
@@ -113,7 +101,7 @@ def _draw_function(rng: np.random.Generator) -> FunctionProgram:
 
 
 def _draw_model(rng: np.random.Generator) -> ModelProgram:
-    kinds = [kind for kind in models.PARTS if kind not in KNOWN]
+    kinds = [*models.PARTS]
     blocks = tuple(
         tuple(_choice(rng, kinds) for _ in range(rng.integers(1, 3))) for _ in range(2 + (rng.random() < 0.2))
     )
@@ -140,10 +128,6 @@ def _draw_model(rng: np.random.Generator) -> ModelProgram:
     )
     count = 2 if rng.random() < 0.3 else 1
     names = [str(name) for name in rng.permutation(["recompute", "offload", "hyper-connections"])[:count]]
-    if "hyper-connections" in names and "first block without parameters" in KNOWN:
-        p = replace(p, blocks=(("linear", *p.blocks[0][1:]), *p.blocks[1:]))
-    if "hyper-connections" in names and p.output == "dict" and "dict under hyper-connections" in KNOWN:
-        p = replace(p, output="tuple")
     return replace(p, techniques=tuple(_draw_technique(rng, p, name) for name in names))
 
 
@@ -176,9 +160,11 @@ def _draw_technique(rng: np.random.Generator, p: ModelProgram, name: str) -> Tec
     has_weights = all(block[0] not in ("activation", "function", "counter", "dropout", "average") for block in p.blocks)
     if rng.random() < 0.25 and has_weights:
         some = [f"{block}.{part.format(0)}" for block in some]
-    known = "read outside of its module" in KNOWN
-    some = [every] if p.shared and known else some
-    if p.embedded != "none" and rng.random() < 0.3 and not (known and p.embedded == "tied"):
+    if (
+        p.embedded != "none"
+        and rng.random() < 0.3
+        and not (p.embedded == "tied" and "read outside of its module" in KNOWN)
+    ):
         some = [*some, "embed"]
     if rng.random() < 0.1:
         some = [""]
@@ -288,11 +274,11 @@ def _check_function(p: FunctionProgram) -> Outcome:
         if not _is_ours(error):
             raise
         return Outcome(REFUSED, str(error))
-    compiled = p.surroundings in ("jit", "scan", "donate")
+    reorders = p.surroundings in ("jit", "scan", "donate", "twice")
     narrow = max((functions.NARROW.get(each.kind, 0.0) for each in p.operations), default=0.0)
-    _compare(found, expected, (narrow if compiled else 0.0) or (1e-9 if p.surroundings == "twice" else 1e-12))
+    _compare(found, expected, (narrow if reorders else 0.0) or (1e-9 if p.surroundings == "twice" else 1e-12))
     allowed = functions.saved_bytes(p, function) + _allowance(p)
-    if saved > allowed + 400:
+    if saved > allowed + SLACK:
         values = functions.VALUE_BYTES
         raise Wrong(f"saved bytes: {saved / values:.2f} values of {values} bytes, allowed {allowed / values:.2f}")
     return Outcome(EQUAL)
@@ -305,7 +291,10 @@ def _allowance(p: FunctionProgram) -> int:
 
 
 def _check_model(p: ModelProgram) -> Outcome:
-    expected = training.run_model(p, True)
+    try:
+        expected = training.run_model(p, True)
+    except Exception as error:  # such as sow in a scan
+        return Outcome(REFUSED, f"plain program: {error}")
     try:
         found = training.run_model(p, False)
     except Exception as error:

@@ -1,0 +1,87 @@
+"""Calls of jax.checkpoint inside of a function that runs in an outer one with a policy.
+
+JAX applies the policy of the outer one to the operations inside of the inner ones as well, and so saves what their
+author wanted to drop. Here each inner call becomes an opaque call, whose results are saved and whose values are not.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, jaxprs_in_params
+
+from jax_impl.recompute.opaque_call import without_residuals
+from jax_impl.traced_programs import CALLS, part_of, value_of, variables
+
+
+def keep_inner_checkpoints(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose inner calls of jax.checkpoint keep only their arguments and results for backward.
+
+    A call with a policy of its own, or inside of a while loop, stays as it is.
+
+    Args:
+        function: function of pytrees of arrays.
+    """
+
+    def call(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        result: list[Any] = []
+
+        def flat(*leaves: Any) -> list[Any]:
+            found, treedef = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves)))
+            result[:] = [treedef]
+            return found
+
+        program = jax.make_jaxpr(flat)(*leaves)
+        return jax.tree.unflatten(result[0], _evaluate(program, leaves))
+
+    return call
+
+
+def _evaluate(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a program with opaque calls in the places of its inner checkpoints."""
+    jaxpr = program.jaxpr
+    if not _has_checkpoint(jaxpr):
+        return jaxpr_as_fun(program)(*args)
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
+    for equation in jaxpr.eqns:
+        operands = [value_of(values, atom) for atom in equation.invars]
+        called = _called(equation)
+        if _is_checkpoint(equation) and equation.params["policy"] is None:
+            inner = jaxpr_as_fun(ClosedJaxpr(equation.params["jaxpr"], []))
+            results = without_residuals(inner, saves_results=True)(*operands)
+        elif called is not None and equation.primitive.name in CALLS:
+            results = _evaluate(called, operands)
+        elif called is not None and equation.primitive.name == "scan":
+            results = equation.primitive.bind(*operands, **equation.params | {"jaxpr": _replaced(called)})
+        else:
+            inputs = list(dict.fromkeys(variables(equation.invars)))
+            run = part_of(jaxpr, [equation], inputs, equation.outvars)
+            results = run(*[values[variable] for variable in inputs])
+        values.update(zip(equation.outvars, results, strict=True))
+    return [value_of(values, atom) for atom in jaxpr.outvars]
+
+
+def _replaced(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the body of a loop with opaque calls in the places of its inner checkpoints."""
+    return jax.make_jaxpr(lambda *args: _evaluate(program, args))(*program.in_avals)
+
+
+def _called(equation: Any) -> ClosedJaxpr | None:
+    """Return the program that an equation calls, if it has a checkpoint in it."""
+    called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    if called is None or not any(map(_has_checkpoint, jaxprs_in_params(equation.params))):
+        return None
+    return called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, [])
+
+
+def _is_checkpoint(equation: Any) -> bool:
+    """Return True for a call of jax.checkpoint, whose primitive has another name in each release."""
+    return {"prevent_cse", "policy", "differentiated"} <= equation.params.keys()
+
+
+def _has_checkpoint(program: Jaxpr) -> bool:
+    return any(
+        _is_checkpoint(equation) or any(map(_has_checkpoint, jaxprs_in_params(equation.params)))
+        for equation in program.eqns
+    )
