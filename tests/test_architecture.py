@@ -38,7 +38,7 @@ MAY_IMPORT = {
 MODULES = {
     "autograd": set(),
     "wrapped_forward": set(),
-    "named_modules": set(),
+    "named_modules": {"traced_programs"},
     "traced_programs": set(),
     "recompute": {"carry", "traced_programs", "wrapped_forward", "named_modules"},
     "operands": set(),
@@ -88,7 +88,17 @@ MODULES = {
     "groups": set(),
     "p2p": {"pending_sends"},
     "rank_pool": set(),
-    "pipeline": {"traced_programs", "autograd", "ops", "context_parallel", "recompute", "groups", "p2p", "offload"},
+    "pipeline": {
+        "traced_programs",
+        "autograd",
+        "ops",
+        "context_parallel",
+        "recompute",
+        "groups",
+        "p2p",
+        "offload",
+        "wrapped_forward",
+    },
     "stage": {"context_parallel", "transformer", "offload"},
     "train": {"ops", "transformer", "saving", "groups", "p2p", "pipeline", "stage", "offload"},
 }

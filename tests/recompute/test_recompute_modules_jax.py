@@ -446,7 +446,7 @@ def test_results_that_are_no_arrays_are_passed_on(transform):
         np.testing.assert_allclose(gradient, 6 * jnp.cos(x), rtol=1e-15)
 
 
-class Kept(nnx.Module):
+class Checkpointed(nnx.Module):
     """A block, of which a part runs in jax.checkpoint, alone or in a loop."""
 
     def __init__(self, count: int) -> None:
@@ -468,7 +468,7 @@ class Kept(nnx.Module):
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("technique", ["recompute", "offload"])
 def test_a_checkpoint_of_the_user_still_drops_its_values(technique, count):
-    plain, model = (nnx.Sequential(Kept(count)) for _ in range(2))
+    plain, model = (nnx.Sequential(Checkpointed(count)) for _ in range(2))
     if technique == "recompute":
         recompute_modules(model, {"layers.0": ["norm"]})
     else:
