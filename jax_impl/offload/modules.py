@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.extend.core import jaxprs_in_params
 from jax.extend.core.primitives import dot_general_p
 
 from diptych.plans.module_patterns import select
@@ -247,6 +248,9 @@ def _moving(min_bytes: int, primitive: Any, *operands: Any, **params: Any) -> An
     """Decide as a policy of jax.checkpoint that results are saved in host memory, but not those of opaque calls."""
     if not except_opaque_calls(primitive, *operands, **params):
         return False
+    results = [len(program.outvars) for program in jaxprs_in_params(params)]
+    if primitive.multiple_results and results != [1]:
+        return True  # JAX 0.10 raises an error if an operation whose several results move runs outside of jit
     floats = [x for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
     largest = max((x.size * x.dtype.itemsize for x in floats), default=-1)
     return _TO_HOST if largest >= min_bytes else True

@@ -267,8 +267,9 @@ class _Stage:
 @contextmanager
 def _own_buffers(stage: Any, traced: Trace) -> Iterator[None]:
     """Put back, at the end, the buffers that only the enclosing code of another stage changes."""
-    buffers = stage._stage_tracer.enclosing_buffers(stage)
-    others = [buffers[name] for name, part in traced.changed_buffers.items() if part != stage._stage_part]
+    changed = [name for name, part in traced.changed_buffers.items() if part != stage._stage_part]
+    buffers = stage._stage_tracer.enclosing_buffers(stage) if changed else {}
+    others = [buffers[name] for name in changed]
     before = [(module, name, module._buffers[name]) for module, name in others]
     for module, name in others:  # a checkpoint has it from the stage that changes it
         module._non_persistent_buffers_set = {*module._non_persistent_buffers_set, name}

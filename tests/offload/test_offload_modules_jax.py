@@ -90,6 +90,15 @@ def test_gradients_are_added_on_the_device():
         np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_gradients_of_the_input_alone(transform):
+    """Of what is known then, JAX moves operations with one result only."""
+    plain, model = Transformer(), Transformer()
+    offload_modules(model, ["layers.*"], activations=True, activation_min_bytes=0)
+    expected = jax.grad(lambda x: loss(plain, x))(batch())
+    np.testing.assert_allclose(transform(jax.grad(lambda x: loss(model, x)))(batch()), expected, rtol=1e-11, atol=1e-11)
+
+
 def test_what_an_optimizer_takes_besides_gradients_is_passed_on():
     model, plain = Transformer(), Transformer()
     transformation = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
