@@ -42,7 +42,7 @@ def without_residuals(function: Callable[..., Any], saves_results: bool = False)
 def except_opaque_calls(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Decide as a policy of jax.checkpoint that everything is saved but the results of opaque calls.
 
-    Complex values are not saved either: a compiled jax.checkpoint cannot save them (JAX 0.10 and 0.11 round residuals
+    Complex values are not saved either: a compiled jax.checkpoint cannot save them (JAX 0.10 rounds residuals
     with reduce_precision, which takes real numbers only).
     """
     if primitive is opaque_call_p:
