@@ -6,7 +6,7 @@ not saved, so backward copies the parameters again. XLA overlaps the copies with
 ``reference_torch/offload/modules.py``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -165,19 +165,37 @@ def offload_modules(
 
 
 def _check_sharing(modules: dict[str, nnx.Module], chosen: dict[str, nnx.Module]) -> None:
-    """Reject parameters of chosen modules that other modules share, which JAX cannot read from the host."""
-    moved = {
-        id(node) for module in chosen.values() for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)
-    }
+    """Reject what other modules share with chosen ones, since JAX cannot read parameters of theirs from the host."""
+    inside = {id(node): node for module in chosen.values() for _, node in nnx.iter_graph(module)}
+    shareable = {id(module) for module in chosen.values()}
+    shareable |= {key for key, node in inside.items() if not _has_parameters(node)}
     for name, module in modules.items():
-        if any(name == other or name.startswith(f"{other}." if other else "") for other in chosen):
+        if id(module) in inside:
             continue
-        shared = next((key for key, value in vars(module).items() if id(value) in moved), None)
-        if shared is not None:
-            raise ValueError(
-                f"modules: expected parameters that no other module shares, got {shared!r} of {name or 'the model'!r}, "
-                "which belongs to a chosen module too; choose both modules or neither"
-            )
+        for key, value in _references(vars(module)):
+            if id(value) in inside and id(value) not in shareable:
+                raise ValueError(
+                    f"modules: expected parameters that no other module shares, got {key!r} of "
+                    f"{name or 'the model'!r}, which belongs to a chosen module too; choose both modules or neither"
+                )
+
+
+def _has_parameters(node: Any) -> bool:
+    is_module = isinstance(node, nnx.Module)
+    return isinstance(node, nnx.Param) or (is_module and bool(jax.tree.leaves(nnx.state(node, nnx.Param))))
+
+
+def _references(container: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds, also in lists and dicts, with its dotted name there."""
+    items = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for key, value in items:
+        name = f"{path}.{key}".lstrip(".")
+        if isinstance(value, nnx.List | list | tuple | Mapping):
+            yield from _references(value, name)
+        elif isinstance(value, nnx.Dict):
+            yield from _references(vars(value), name)
+        else:
+            yield name, value
 
 
 @cache

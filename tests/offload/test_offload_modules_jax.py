@@ -237,6 +237,10 @@ def test_a_parameter_that_another_module_shares_is_refused():
     model.layers[2].kernel = model.layers[0].kernel
     with pytest.raises(ValueError, match=r"no other module shares, got 'kernel' of 'layers\.2', which belongs to a"):
         offload_modules(model, ["layers.0"])
+    inner = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jnp.tanh)
+    shared = nnx.Sequential(inner, nnx.Sequential(inner.layers[0]))
+    with pytest.raises(ValueError, match=r"got 'layers\.0' of 'layers\.1', which belongs to a chosen module too"):
+        offload_modules(shared, ["layers.0"])
     expected = model(batch())
     offload_modules(model, ["layers.0", "layers.2"])
     np.testing.assert_allclose(model(batch()), expected, rtol=1e-12)

@@ -286,8 +286,10 @@ def _check_function(p: FunctionProgram) -> Outcome:
 
 def _allowance(p: FunctionProgram) -> int:
     """Return the bytes of what operations of named values read, which may stay instead of their results."""
-    reads = {k for each in p.operations if each.name is not None for k in each.reads} - {0, 1}
-    return len(reads) * functions.VALUE_BYTES
+    named = [each for each in p.operations if each.name is not None]
+    reads = {k for each in named for k in each.reads} - {0, 1}
+    halves = sum(each.kind == "split" for each in named)  # what its concatenation reads, although that is linear
+    return len(reads) * functions.VALUE_BYTES + halves * functions.VALUE_BYTES // 2
 
 
 def _check_model(p: ModelProgram) -> Outcome:
