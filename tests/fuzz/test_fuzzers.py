@@ -1,14 +1,25 @@
 """A hundred programs of every fuzzer: equal to the plain program, or refused by an error of this project."""
 
+import ctypes
+import gc
 import mmap
 
+import jax
 import pytest
 
 from tests.fuzz.harness import EQUAL, TECHNIQUES, Growth, GrowthWatch, Wrong, load, run_programs
 
 PROGRAMS = 100
-COMPILED = {"modules_jax": 2048.0}
-"""Allowed growth in MiB of a hundred programs that XLA compiles, each of which it keeps. They run in make test-all."""
+COMPILED = {"modules_jax"}
+"""Fuzzers whose programs XLA compiles. They run in make test-all."""
+
+
+def forget_compiled(technique: str) -> None:
+    """Drop compiled programs, of which JAX keeps all: 1.7 GiB of 50 programs, none of which is a leak."""
+    if technique in COMPILED:
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.mark.thorough
@@ -18,9 +29,11 @@ COMPILED = {"modules_jax": 2048.0}
 )
 def test_a_hundred_programs(technique):
     run_programs(technique, range(5))  # warms up what is created on first use
+    forget_compiled(technique)
     before = Growth()
     counts = run_programs(technique, range(5, PROGRAMS))
-    before.check(mebibytes=COMPILED.get(technique, 64.0))
+    forget_compiled(technique)
+    before.check(mebibytes=256.0 if technique in COMPILED else 64.0)
     assert counts[EQUAL] >= PROGRAMS // 5, counts  # a fuzzer that is always refused tests nothing
     missing = {case for case in load(technique).HARD_CASES if not counts[f"uses {case}"]}
     assert not missing, (missing, counts)
