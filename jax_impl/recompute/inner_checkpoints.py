@@ -24,16 +24,8 @@ def keep_inner_checkpoints(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-        result: list[Any] = []
-
-        def flat(*leaves: Any) -> list[Any]:
-            found, treedef = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves)))
-            result[:] = [treedef]
-            return found
-
-        program = jax.make_jaxpr(flat)(*leaves)
-        return jax.tree.unflatten(result[0], _evaluate(program, leaves))
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        return jax.tree.unflatten(jax.tree.structure(shapes), _evaluate(program, jax.tree.leaves(args)))
 
     return call
 

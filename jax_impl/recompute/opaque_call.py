@@ -67,21 +67,14 @@ def opaque_call(function: Callable[..., Any], *args: Any, saves_results: bool = 
     Raises:
         NotImplementedError: the function reads an array of a surrounding transformation that is no argument.
     """
-    leaves, structure = jax.tree.flatten(args)
-    result: list[Any] = []
-
-    def flat(*leaves: Any) -> list[Any]:
-        found, treedef = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves)))
-        result[:] = [treedef]
-        return found
-
-    program = jax.make_jaxpr(flat)(*leaves)
+    program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     if any(isinstance(constant, jax.core.Tracer) for constant in program.consts):  # pyright: ignore[reportAttributeAccessIssue]
         raise NotImplementedError(
             "recompute_modules: expected a submodule that reads its Variables and arguments only, got one that reads "
             "an array of a surrounding transformation; pass that array as an argument"
         )
-    return jax.tree.unflatten(result[0], opaque_call_p.bind(*leaves, program=program, saves_results=saves_results))
+    results = opaque_call_p.bind(*jax.tree.leaves(args), program=program, saves_results=saves_results)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 @opaque_call_p.def_impl
