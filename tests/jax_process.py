@@ -8,7 +8,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run_cases(marked: str, seconds: int, *paths: str) -> None:
-    """All cases of some files that have a mark; what fails there is told here."""
+    """All cases of some files that have a mark; their failures are shown here."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, "-m", marked]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]

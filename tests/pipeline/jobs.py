@@ -95,7 +95,7 @@ def undivided_outcome(case: Case, replicas: int = 1, weights: Sequence[float] | 
 
 
 def arguments_of(part: Microbatch) -> dict[str, Any]:
-    """What a model is told of a microbatch."""
+    """Arguments of the model for a microbatch."""
     tokens, targets, starts = (None if x is None else torch.from_numpy(x) for x in part.batch)
     assert tokens is not None
     samples = torch.arange(part.first, part.first + len(tokens))
