@@ -286,7 +286,11 @@ def _sample(command: Sample, console: Console) -> int:
     tokenizer = tokenizer_beside(command.checkpoint)
     prompt = command.prompt.encode(errors="surrogateescape")  # keeps bytes that are not valid UTF-8
     tokens = [*prompt] if tokenizer is None else tokenizer.encode(prompt)
-    longest = min(config.seq_length, len(tokens) + command.length)
+    total = len(tokens) + command.length
+    longest = min(config.seq_length, total)
+    if total - 1 > config.seq_length:
+        note = f"the text grows to {total} tokens; each is predicted from the last {config.seq_length} (seq_length)"
+        print(f"diptych: {note}", file=sys.stderr)
     decoder = decoding.Decoder(saving.load_model(command.checkpoint, seq_length=longest))
     for index in range(command.length):
         logits = decoder.next_logits(np.array(tokens))

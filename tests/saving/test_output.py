@@ -90,9 +90,16 @@ def test_a_sample_of_more_tokens_than_bytes(backend, tmp_path, capsys):
     trainer.save(tmp_path)
     command = ["sample", str(tmp_path), "--backend", backend, "--length", "40", "--temperature", "1e9"]
     assert main([*command, "--prompt", "caf\udce9"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("caf")
-    assert "<" in text
+    printed = capsys.readouterr()
+    assert printed.out.startswith("caf")
+    assert "<" in printed.out
+    note = f"the text grows to 44 tokens; each is predicted from the last {CONFIG.seq_length} (seq_length)"
+    assert printed.err == f"diptych: {note}\n"
+
+
+def test_a_sample_within_the_context_prints_no_note(saved, capsys):
+    assert main(["sample", str(saved), "--length", str(CONFIG.seq_length), "--prompt", "a"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_text_of_tokens():
