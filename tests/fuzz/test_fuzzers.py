@@ -10,7 +10,7 @@ import pytest
 from tests.fuzz.harness import EQUAL, TECHNIQUES, Growth, GrowthWatch, Wrong, load, run_programs
 
 PROGRAMS = 100
-COMPILED = {"modules_jax"}
+COMPILED = {"modules_jax", "pipelines_jax"}
 """Fuzzers whose programs XLA compiles. They run in make test-all."""
 
 

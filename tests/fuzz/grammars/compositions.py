@@ -28,10 +28,11 @@ from parity.cli.main import _plan  # pyright: ignore[reportPrivateUsage]
 from reference_torch.rank_pool import RankError, RankPool
 from tests.composition import BASE, DIMENSIONS, HYPER, LIKE_ANY
 from tests.fuzz.grammars import _composition_run as runs
-from tests.fuzz.grammars._composition_run import JaxChild, Part, Result
+from tests.fuzz.grammars._composition_run import Part, Result
 from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
+from tests.fuzz.jax_child import run_in_child
 
-JOB = "tests.fuzz.grammars._composition_run:run_torch"
+JOBS = "tests.fuzz.grammars._composition_run"
 SECONDS = 60.0
 """Timeout in seconds; parts take a fraction of a second."""
 PATTERNS = (
@@ -285,20 +286,17 @@ def features(program: Program) -> Iterable[str]:
 # Running.
 
 _pools: dict[int, RankPool] = {}
-_children: list[JaxChild] = []
 
 
 def _run(part: Part, backend: str) -> Result:
     """Run a part on its ranks or JAX devices."""
     if backend == "jax":
-        if not _children or not _children[-1].is_running():
-            _children[:] = [JaxChild()]
-        return _children[-1].run(part)
+        return run_in_child(f"{JOBS}:run_jax", part)
     if part.ranks == 1:
         return runs.run_torch(part)
-    preload = ("torch.distributed", "reference_torch.train", "torch._dynamo", "tests.fuzz.grammars._composition_run")
+    preload = ("torch.distributed", "reference_torch.train", "torch._dynamo", JOBS)
     pool = _pools.setdefault(part.ranks, RankPool(part.ranks, SECONDS, preload))
-    return pool.run(JOB, part)[0]
+    return pool.run(f"{JOBS}:run_torch", part)[0]
 
 
 def check(program: Program) -> Outcome:
