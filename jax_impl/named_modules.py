@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_impl.traced_programs import is_array, split_arrays
+from jax_impl.traced_programs import check_same, is_array, split_arrays
 
 
 def named_modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
@@ -51,14 +51,14 @@ def restore_classes(
 
 
 def call_through(
-    transform: Callable[..., Any], call: Callable[..., Any], module: nnx.Module, args: tuple, kwargs: dict[str, Any]
+    transform: Callable[..., Any], call: Callable[..., Any], owner: str, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """Call a module in a transformation of functions of arrays, and update the state that the call changes.
+    """Call a function of nnx modules in a transformation of functions of arrays, and update the state that it changes.
 
     Args:
         transform: returns the transformed function.
-        call: function of the module and its arguments.
-        module: the module.
+        call: the function, such as the ``__call__`` of a module.
+        owner: its name for errors.
         args: positional arguments; arrays and nnx nodes among them are arguments of the transformed function.
         kwargs: keyword arguments, likewise.
 
@@ -66,34 +66,35 @@ def call_through(
         What the call returns. Of its leaves only arrays are results of the transformed function.
 
     Raises:
-        ValueError: the call sets or adds an attribute, whose change a function of arrays would lose.
+        ValueError: the call sets or adds an attribute, or changes an argument, which a function of arrays would lose.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     node_places = [place for place, leaf in enumerate(leaves) if is_node(leaf)]
     array_places = [place for place, leaf in enumerate(leaves) if not is_node(leaf) and is_array(leaf)]
-    nodes = [module, *(leaves[place] for place in node_places)]
+    nodes = [leaves[place] for place in node_places]
     graph, state = nnx.split(nodes)
     changed: list[Any] = []
     result: list[Callable[..., Any]] = []
 
     def run(state: Any, arrays: list[Any]) -> Any:
-        module, *others = nnx.merge(graph, state, copy=True)
+        merged = nnx.merge(graph, state, copy=True)
         found = list(leaves)
-        for place, leaf in zip((*node_places, *array_places), (*others, *arrays), strict=True):
+        for place, leaf in zip((*node_places, *array_places), (*merged, *arrays), strict=True):
             found[place] = leaf
         args, kwargs = jax.tree.unflatten(structure, found)
-        output = call(module, *args, **kwargs)
-        graph_after, state_after = nnx.split([module, *others])
+        output = call(*args, **kwargs)
+        check_same(owner, (found, structure), (args, kwargs), is_node)
+        graph_after, state_after = nnx.split(merged)
         if graph_after != graph:
             raise ValueError(
-                f"{type(module).__name__}: expected a call that changes the values of Variables only, got one that "
+                f"{owner}: expected a call that changes the values of Variables only, got one that "
                 "sets or adds attributes or Variables, as sow does; keep such state in an nnx.Variable that exists "
                 "before the call, or do not choose this module"
             )
         before = _values(state)
         after = _values(state_after)
         changed[:] = [path for path in after if after[path] is not before[path]]
-        arrays, join = split_arrays(output)
+        arrays, join = split_arrays(owner, output)
         result[:] = [join]
         return arrays, [after[path] for path in changed]
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 """Primitives that run a program as it is."""
@@ -55,20 +54,95 @@ def value_of(values: Mapping[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, Literal) else values[atom]
 
 
+def passed_through(program: Any, result: Any) -> Any:
+    """Return the argument of a program that a result of it is, or None if the result is computed.
+
+    Args:
+        program: a jaxpr.
+        result: one of its variables, or a literal.
+    """
+    makers = {variable: equation for equation in program.eqns for variable in equation.outvars}
+    while not isinstance(result, Literal) and result in makers:
+        equation = makers[result]
+        place = equation.outvars.index(result)
+        inner = [*jaxprs_in_params(equation.params)]
+        sources = {_argument_of(equation, each, place) for each in inner}
+        source = sources.pop() if len(sources) == 1 else None
+        if source is None:
+            return None
+        result = equation.invars[source]
+    return None if isinstance(result, Literal) else result
+
+
+def _argument_of(equation: Any, inner: Any, place: int) -> int | None:
+    """Return the index of the argument of a call, branch or loop that one of its results is; None: it is computed."""
+    skipped = len(equation.invars) - len(inner.invars)  # the index of a branch
+    if skipped < 0 or len(inner.outvars) != len(equation.outvars):
+        return None
+    source = passed_through(inner, inner.outvars[place])
+    if source not in inner.invars:
+        return None
+    index = inner.invars.index(source)
+    if equation.primitive.name == "scan":
+        constants = equation.params["num_consts"]
+        carried = equation.params["num_carry"]
+        is_same = index == constants + place if place < carried else index >= constants + carried
+        return index if is_same else None
+    is_call = equation.primitive.name not in ("while", "custom_jvp_call", "custom_vjp_call")
+    return index + skipped if is_call and skipped in (0, 1) else None
+
+
 def is_array(leaf: Any) -> bool:
-    """Return True for what JAX traces, but not for a number of Python, a text or a function."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic) or hasattr(leaf, "__jax_array__")
+    """Return True for an array of JAX. Numbers and arrays of NumPy have no gradient and may decide shapes."""
+    return isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__")
 
 
-def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def check_same(owner: str, before: Any, after: Any, is_leaf: Callable[[Any], bool] | None = None) -> None:
+    """Check that a traced function has left its arguments as they were, since changes in a trace are lost.
+
+    Args:
+        owner: name of the function, for the error.
+        before: leaves and structure of the arguments before the call, by jax.tree.flatten.
+        after: the arguments after the call.
+        is_leaf: as for jax.tree.flatten.
+
+    Raises:
+        ValueError: another leaf or structure than before.
+    """
+    leaves, structure = before
+    found = jax.tree_util.tree_flatten_with_path(after, is_leaf=is_leaf)[0]
+    if jax.tree.structure(after, is_leaf=is_leaf) == structure:
+        changed = [path for (path, leaf), old in zip(found, leaves, strict=True) if leaf is not old]
+        if not changed:
+            return
+        what = f"sets {jax.tree_util.keystr(changed[0][-1:])} of one"
+    else:
+        what = "adds to a list, a dict or an object among them, or removes from it"
+    raise ValueError(
+        f"{owner}: expected a call that does not change its arguments, got one that {what}; return the new value "
+        "instead, or keep it in an nnx.Variable"
+    )
+
+
+def split_arrays(owner: str, tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Return the arrays of a tree, and a function that returns the tree with other arrays in their places.
 
     Args:
+        owner: name of the function whose results the tree contains, for the error.
         tree: a pytree, which may have leaves that are no arrays.
+
+    Raises:
+        ValueError: an object that is no pytree contains arrays of a transformation.
     """
     leaves, structure = jax.tree.flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
     arrays = [leaves[place] for place in places]
+    hidden = next((leaf for leaf in leaves if not is_array(leaf) and _has_tracers(leaf)), None)
+    if hidden is not None:
+        raise ValueError(
+            f"{owner}: expected results that are arrays or pytrees of arrays, got an object of {type(hidden).__name__} "
+            "with arrays in it; register its class by jax.tree_util.register_dataclass"
+        )
     for place in places:
         leaves[place] = None  # an array of a transformation must not outlive it
 
@@ -79,6 +153,15 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         return jax.tree.unflatten(structure, found)
 
     return arrays, join
+
+
+def _has_tracers(leaf: Any) -> bool:
+    """Return True for an object that is no pytree, with arrays of a transformation among its attributes."""
+    try:
+        attributes = vars(leaf)
+    except TypeError:
+        return False
+    return any(isinstance(each, jax.core.Tracer) for each in jax.tree.leaves({**attributes}))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _run_inlined(program: Any, args: Sequence[Any]) -> list[Any]:

@@ -6,7 +6,7 @@ not saved, so backward copies the parameters again. XLA overlaps the copies with
 ``reference_torch/offload/modules.py``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -21,8 +21,8 @@ from diptych.plans.module_patterns import select
 from jax_impl.named_modules import call_through, change_class, named_modules, restore_classes, subclass_with
 from jax_impl.offload.device import is_on_host
 from jax_impl.recompute.inner_checkpoints import keep_inner_checkpoints
-from jax_impl.recompute.opaque_call import except_opaque_calls, without_residuals
-from jax_impl.traced_programs import part_of, trace_inlined, variables
+from jax_impl.recompute.opaque_call import except_opaque_calls, reject_ordered_callbacks, without_residuals
+from jax_impl.traced_programs import is_array, part_of, trace_inlined, variables
 
 ACTIVATION_MIN_BYTES = 2**16
 _TO_HOST = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")(
@@ -39,11 +39,11 @@ class OffloadedModules:
     def __init__(self, modules: Mapping[str, nnx.Module], min_bytes: int | None, optimizer_state: bool) -> None:
         self._modules = dict(modules)
         self._optimizer_state = optimizer_state
-        self._moved = [
-            (*name.split("."), *map(str, path))
+        self._moved = {
+            (*filter(None, name.split(".")), *map(str, path))
             for name, module in modules.items()
             for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))
-        ]
+        }
         """Paths of the moved parameters."""
         for module in self._modules.values():
             nnx.update(module, jax.tree.map(_to_host, nnx.state(module, nnx.Param)))
@@ -72,22 +72,22 @@ class OffloadedModules:
             gradients: gradients of nnx.grad, in either memory.
             kwargs: what the optimizer takes besides, such as value=loss.
         """
-        params = nnx.state(model, optimizer.wrt)
-        were_on_host = jax.tree.map(is_on_host, params)
-        nnx.update(model, self.fetch(params))
+        trained = nnx.state(model, optimizer.wrt)
+        moved = self._moved | {tuple(map(str, path)) for path, x in nnx.to_flat_state(trained) if _is_value_on_host(x)}
+        nnx.update(model, self.fetch(trained))
         nnx.update(optimizer, self.fetch(nnx.state(optimizer)))
         optimizer.update(model, self.fetch(gradients), **kwargs)
-        after = nnx.state(model, optimizer.wrt)
-        nnx.update(model, jax.tree.map(lambda was, x: _to_host(x) if was else x, were_on_host, after))
+        after = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        paths = {tuple(map(str, path)) for path, _ in after}
+        self._move({path: x for path, x in after if tuple(map(str, path)) in moved and not _is_value_on_host(x)}, model)
         if self._optimizer_state:
             moments = nnx.to_flat_state(nnx.state(optimizer))
-            moved = {path: jax.tree.map(_to_host, moment) for path, moment in moments if self._belongs_to_moved(path)}
-            nnx.update(optimizer, nnx.from_flat_state(moved))
+            self._move({path: x for path, x in moments if _longest_part(path, paths) in self._moved}, optimizer)
 
-    def _belongs_to_moved(self, path: tuple[Any, ...]) -> bool:
-        """Return True if a path in the optimizer's state contains that of a moved parameter."""
-        names = tuple(map(str, path))
-        return any(names[i : i + len(own)] == own for own in self._moved for i in range(len(names)))
+    @staticmethod
+    def _move(values: Mapping[Any, Any], owner: nnx.Module | nnx.Optimizer) -> None:
+        """Place values of a model or an optimizer, by path, in host memory."""
+        nnx.update(owner, nnx.from_flat_state({path: jax.tree.map(_to_host, value) for path, value in values.items()}))
 
     def close(self) -> None:
         """Give the modules their own classes back, and move their parameters to the device. A second call does nothing.
@@ -102,6 +102,7 @@ class OffloadedModules:
             delattr(module, _SETTINGS)
             nnx.update(module, self.fetch(nnx.state(module, nnx.Param)))
         self._modules = {}
+        self._moved = set()
 
 
 def offload_modules(
@@ -209,7 +210,7 @@ def _offloaded_class(kind: type) -> type:
         def transform(run: Callable[..., Any]) -> Callable[..., Any]:
             return jax.checkpoint(partial(_run_with_copies, run), policy=policy)  # pyright: ignore[reportPrivateImportUsage]
 
-        return call_through(transform, kind.__call__, self, args, kwargs)
+        return call_through(transform, kind.__call__, kind.__name__, (self, *args), kwargs)
 
     return subclass_with(kind, call)
 
@@ -240,6 +241,7 @@ def _run_with_copies(run: Callable[..., Any], state: Any, arrays: list[Any]) -> 
         return found
 
     program = trace_inlined(flat, [_to_device(array) for array in hosted], others, arrays)
+    reject_ordered_callbacks(program)
     jaxpr = program.jaxpr
     inputs = jaxpr.invars[: len(hosted)]
     remaining_inputs = jaxpr.invars[len(hosted) :]
@@ -272,6 +274,17 @@ def _moving(min_bytes: int, primitive: Any, *operands: Any, **params: Any) -> An
     floats = [x for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
     largest = max((x.size * x.dtype.itemsize for x in floats), default=-1)
     return _TO_HOST if largest >= min_bytes else True
+
+
+def _is_value_on_host(value: Any) -> bool:
+    return any(map(is_on_host, filter(is_array, jax.tree.leaves(value))))
+
+
+def _longest_part(path: tuple[Any, ...], paths: Collection[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the longest part of a path that is one of some paths; of a moment's path, that of its parameter."""
+    names = tuple(map(str, path))
+    parts = (names[i:j] for i in range(len(names)) for j in range(i + 1, len(names) + 1))
+    return max((part for part in parts if part in paths), key=len, default=())
 
 
 def _to_device(array: Array) -> Array:

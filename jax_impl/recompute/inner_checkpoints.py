@@ -4,7 +4,7 @@ JAX applies the policy of the outer one to the operations inside of the inner on
 author wanted to drop. Here each inner call becomes an opaque call, whose results are saved and whose values are not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,11 @@ def _evaluate(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
             results = _evaluate(called, operands)
         elif called is not None and equation.primitive.name == "scan":
             results = equation.primitive.bind(*operands, **equation.params | {"jaxpr": _replaced(called)})
+        elif called is not None and "newly_manual_axes" in equation.params:  # shard_map
+            results = _on_mesh(called, equation.params)(*operands)
+        elif equation.primitive.name == "cond" and any(_has_checkpoint(each.jaxpr) for each in _branches(equation)):
+            branches = tuple(map(_replaced, _branches(equation)))
+            results = equation.primitive.bind(*operands, **equation.params | {"branches": branches})
         else:
             inputs = list(dict.fromkeys(variables(equation.invars)))
             run = part_of(jaxpr, [equation], inputs, equation.outvars)
@@ -55,8 +60,24 @@ def _evaluate(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 
 
 def _replaced(program: ClosedJaxpr) -> ClosedJaxpr:
-    """Return the body of a loop with opaque calls in the places of its inner checkpoints."""
+    """Return the body of a loop or a branch with opaque calls in the places of its inner checkpoints."""
     return jax.make_jaxpr(lambda *args: _evaluate(program, args))(*program.in_avals)
+
+
+def _branches(equation: Any) -> tuple[ClosedJaxpr, ...]:
+    return equation.params["branches"]
+
+
+def _on_mesh(program: ClosedJaxpr, params: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the function of a call of shard_map, with opaque calls in the places of its inner checkpoints."""
+    return jax.shard_map(
+        lambda *args: tuple(_evaluate(program, args)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
 
 
 def _called(equation: Any) -> ClosedJaxpr | None:

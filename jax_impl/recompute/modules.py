@@ -5,9 +5,7 @@ runs in jax.checkpoint, which saves everything for backward except the results o
 such a call, and its only residuals are its inputs. The mirror for PyTorch is ``reference_torch/recompute/modules.py``.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -29,8 +27,10 @@ PREFIX = "recompute_modules/"
 _LABEL = "recompute_label"
 """Attribute of a module with recompute: the pattern of its name, equal for all modules of a pattern, so that modules
 with equal structure can still be stacked."""
-_state = threading.local()
-"""State of a thread; ``depth`` counts the active blocks, and ``is_off`` is True while recompute is switched off."""
+_OUTSIDE, _INSIDE, _OFF = "outside", "inside", "off"
+_place_of_call = jax.make_user_context(_OUTSIDE)
+"""Whether a chosen submodule is called outside of its block, inside, or while recompute is switched off. It is part of
+the keys of JAX's caches, so that a program that was traced in one place is not used in another."""
 
 
 class RecomputedModules:
@@ -82,8 +82,8 @@ class RecomputedModules:
             raise ValueError("report: expected recompute that is in place, got removed one")
         places = list(dict.fromkeys(self._labels.values()))
         runs = []
-        for is_off in (True, False):
-            with _switched(is_off):
+        for place in (_OFF, _OUTSIDE):
+            with _place_of_call(place):
                 runs.append(_saved_bytes(self._model, places, inputs, options))
         return {name: ModuleBytes(runs[0][name], runs[1][name]) for name in dict.fromkeys(["", *places])}
 
@@ -141,34 +141,20 @@ def recompute_modules(model: Any, modules: Any) -> Any:
     return RecomputedModules(model, blocks, labels)
 
 
-@contextmanager
-def _switched(is_off: bool) -> Iterator[None]:
-    """Switch recompute off or on for a while, in this thread."""
-    before = getattr(_state, "is_off", False)
-    _state.is_off = is_off
-    try:
-        yield
-    finally:
-        _state.is_off = before
-
-
 @cache
 def _block_class(kind: type) -> type:
     """Return the class of blocks of a class."""
 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(_scope(self)):
-            if getattr(_state, "is_off", False):
+            if _place_of_call.value == _OFF:
                 return kind.__call__(self, *args, **kwargs)
 
             def inside(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-                _state.depth = getattr(_state, "depth", 0) + 1
-                try:
+                with _place_of_call(_INSIDE):
                     return kind.__call__(module, *args, **kwargs)
-                finally:
-                    _state.depth -= 1
 
-            return call_through(_checkpoint, inside, self, args, kwargs)
+            return call_through(_checkpoint, inside, kind.__name__, (self, *args), kwargs)
 
     return subclass_with(kind, call)
 
@@ -184,9 +170,9 @@ def _recomputed_class(kind: type) -> type:
 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(_scope(self)):
-            if getattr(_state, "is_off", False) or not getattr(_state, "depth", 0):
+            if _place_of_call.value != _INSIDE:
                 return kind.__call__(self, *args, **kwargs)
-            return call_through(without_residuals, kind.__call__, self, args, kwargs)
+            return call_through(without_residuals, kind.__call__, kind.__name__, (self, *args), kwargs)
 
     return subclass_with(kind, call)
 

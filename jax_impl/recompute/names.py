@@ -11,11 +11,13 @@ from functools import partial
 from typing import Any
 
 import jax
+from flax.errors import TraceContextError
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
+from jax_impl.named_modules import call_through
 from jax_impl.recompute.inner_checkpoints import keep_inner_checkpoints
 from jax_impl.recompute.opaque_call import except_opaque_calls, without_residuals
-from jax_impl.traced_programs import CALLS, split_arrays, value_of
+from jax_impl.traced_programs import CALLS, value_of
 
 _CALLS = frozenset({*CALLS, "custom_jvp_call"})
 """Primitives that call a function."""
@@ -36,8 +38,9 @@ def drop_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[.
     """Return a function that drops the values whose checkpoint names match a pattern.
 
     Args:
-        function: function of pytrees. Leaves that are no arrays, such as numbers, texts and functions, are not traced,
-            neither in its arguments nor in its results.
+        function: function of pytrees and nnx modules, whose state it may change. Leaves that are no arrays of JAX, such
+            as numbers, texts, functions and arrays of NumPy, are not traced, neither in its arguments nor in its
+            results.
         names: patterns, with ``*`` for any text.
 
     Raises:
@@ -50,20 +53,26 @@ def drop_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[.
     if not names:
         raise ValueError("modules: expected at least one pattern, got none")
 
+    def transform(run: Callable[..., Any]) -> Callable[..., Any]:
+        def dropping(*args: Any) -> Any:
+            program, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+            _check_names(names, program.jaxpr)
+            evaluate = keep_inner_checkpoints(partial(_evaluate, program.jaxpr, program.consts, names))
+            results = jax.checkpoint(evaluate, policy=except_opaque_calls)(*jax.tree.leaves(args))  # pyright: ignore[reportPrivateImportUsage]
+            return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+        return dropping
+
+    owner = getattr(function, "__name__", type(function).__name__)
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        arrays, join = split_arrays((args, kwargs))
-        result: list[Any] = []
-
-        def flat(*values: Any) -> list[Any]:
-            args, kwargs = join(values)
-            found, join_results = split_arrays(function(*args, **kwargs))
-            result[:] = [join_results]
-            return found
-
-        program = jax.make_jaxpr(flat)(*arrays)
-        _check_names(names, program.jaxpr)
-        run = keep_inner_checkpoints(partial(_evaluate, program.jaxpr, program.consts, names))
-        return result[0](jax.checkpoint(run, policy=except_opaque_calls)(*arrays))  # pyright: ignore[reportPrivateImportUsage]
+        try:
+            return call_through(transform, function, owner, args, kwargs)
+        except TraceContextError as error:
+            raise ValueError(
+                f"{owner}: expected a function that changes nnx modules among its arguments only, got one that changes "
+                "a module from outside; pass it as an argument"
+            ) from error
 
     return call
 
