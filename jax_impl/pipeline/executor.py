@@ -109,7 +109,7 @@ def run_lockstep(
     rows = jax.tree.map(lambda column: jnp.asarray(column)[rank], table.rows)
     state = lax.scan(execution.run_slot, execution.start(), rows)[0]
     # Only the last stage has losses; first and last stage both add to a tied embedding.
-    collected, ends = lax.psum((state.collected, state.sums.ends), PIPELINE_AXIS)
+    collected, ends = jax.tree.map(_total, (state.collected, state.sums.ends))
     result = StepResult(collected, state.sums._replace(ends=ends), state.stage_state)
     replica_axes = tuple(axis for axis in (DATA_AXIS, CONTEXT_AXIS) if axis in axes)
     if not replica_axes:
@@ -117,6 +117,11 @@ def run_lockstep(
     if stages.collects_losses:
         result = result._replace(collected=lax.pmean(collected, replica_axes))
     return result._replace(gradients=lax.pmean(result.gradients, replica_axes))
+
+
+def _total(x: Array) -> Array:
+    """Return the sum over the pipeline in the type of its terms; of booleans, lax.psum returns whole numbers."""
+    return lax.psum(x, PIPELINE_AXIS).astype(x.dtype)
 
 
 class _SlotResult(NamedTuple):

@@ -365,6 +365,8 @@ def _mean_of_replicas(x: Array) -> Array:
 
 def _user_stages(stages: Sequence[Any], parameters: Sequence[Any] | None) -> list[UserStage]:
     """Return the stages of functions with their parameters, or of nnx modules."""
+    if isinstance(stages, nnx.List):
+        stages = [*stages]
     if isinstance(stages, nnx.Module) or callable(stages) or not stages:
         raise ValueError(f"stages: expected a list with at least one stage, got {type(stages).__name__}")
     for number, stage in enumerate(stages):
@@ -403,7 +405,7 @@ def _user_stages(stages: Sequence[Any], parameters: Sequence[Any] | None) -> lis
 
 def _check_own_state(users: Sequence[UserStage]) -> None:
     """Check that no two modules share a variable that a forward may change."""
-    owners: dict[int, tuple[int, str]] = {}
+    owners: dict[Any, tuple[int, str]] = {}
     for number, user in enumerate(users):
         for identity, name in user.state_identities.items():
             if owners.setdefault(identity, (number, name))[0] != number:
@@ -424,7 +426,7 @@ def _of_all(trees: Sequence[Any], num_stages: int) -> Sequence[Any]:
 
 def _found_shared(users: Sequence[UserStage]) -> list[dict[int, str]]:
     """Return the parameters that nnx modules share, each as a dict from stage to the first name in it."""
-    owners: dict[int, dict[int, str]] = {}
+    owners: dict[Any, dict[int, str]] = {}
     for number, user in enumerate(users):
         for identity, name in zip(user.identities, user.names, strict=False):
             owners.setdefault(identity, {}).setdefault(number, name)

@@ -18,8 +18,9 @@ from jax import Array
 
 from diptych_kernels.mesh_axes import match_varying_axes
 from jax_impl.pipeline.packed_layout import PackedLayout
-from jax_impl.pipeline.packing import longest_vectors, pack, unpack
+from jax_impl.pipeline.packing import is_key, longest_vectors, pack, unpack
 from jax_impl.pipeline.programs import Task
+from jax_impl.traced_programs import passed_through
 
 LossFunction = Callable[[Any, Any], Array]
 """``loss_fn(output, target) -> loss``, a scalar."""
@@ -46,7 +47,8 @@ class UserStage:
 
     Args:
         key: equal for stages that compute the same with the same parameters.
-        apply: ``apply(params, state, x) -> (output, state)``; both parameters and state are lists of arrays.
+        apply: ``apply(params, state, x) -> (output, state, params)``; parameters and state are lists of arrays. The
+            parameters after the call must be those before it.
         structure: structure of the parameters.
         names: dotted name of each parameter.
         params: the parameters, or their shapes.
@@ -56,13 +58,13 @@ class UserStage:
     """
 
     key: Any
-    apply: Callable[[list[Any], list[Any], Any], tuple[Any, list[Any]]] = field(repr=False)
+    apply: Callable[[list[Any], list[Any], Any], tuple[Any, list[Any], list[Any]]] = field(repr=False)
     structure: Any = field(repr=False)
     names: tuple[str, ...]
     params: tuple[Any, ...] = field(repr=False)
     state: tuple[Any, ...] = field(default=(), repr=False)
-    identities: tuple[int, ...] = field(default=(), repr=False)
-    state_identities: Mapping[int, str] = field(default_factory=dict, repr=False)
+    identities: tuple[Any, ...] = field(default=(), repr=False)
+    state_identities: Mapping[Any, str] = field(default_factory=dict, repr=False)
 
 
 class _Message(NamedTuple):
@@ -77,8 +79,8 @@ def stage_of_function(function: Callable[..., Any], params: Any) -> UserStage:
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
 
-    def apply(leaves: list[Any], state: list[Any], x: Any) -> tuple[Any, list[Any]]:
-        return _call(function, jax.tree.unflatten(structure, leaves), x), state
+    def apply(leaves: list[Any], state: list[Any], x: Any) -> tuple[Any, list[Any], list[Any]]:
+        return _call(function, jax.tree.unflatten(structure, leaves), x), state, leaves
 
     return UserStage(_hashable(function), apply, structure, names, tuple(leaf for _, leaf in paths))
 
@@ -89,26 +91,28 @@ def stage_of_module(module: nnx.Module) -> UserStage:
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     names = tuple(".".join(map(str, _path_of(path))) for path, _ in paths)
     values, rest_structure = jax.tree.flatten(rest)
-    keys = [jax.random.key_impl(value) if _is_key(value) else None for value in values]
+    keys = [jax.random.key_impl(value) if is_key(value) else None for value in values]
 
-    def apply(leaves: list[Any], state: list[Any], x: Any) -> tuple[Any, list[Any]]:
+    def apply(leaves: list[Any], state: list[Any], x: Any) -> tuple[Any, list[Any], list[Any]]:
         given = [
             value if key is None else jax.random.wrap_key_data(value, impl=key)
             for value, key in zip(state, keys, strict=True)
         ]
         own = nnx.merge(graph, jax.tree.unflatten(structure, leaves), jax.tree.unflatten(rest_structure, given))
         y = _call(own, None, x)
-        found, found_structure = jax.tree.flatten(nnx.split(own, nnx.Param, ...)[2])
+        _, params_after, rest_after = nnx.split(own, nnx.Param, ...)
+        found, found_structure = jax.tree.flatten(rest_after)
         if found_structure != rest_structure or [*map(_like, found)] != [*map(_like, given)]:
             raise ValueError(
                 "stages: expected a module whose variables have the same names, shapes and dtypes after a call, got "
                 f"{type(module).__name__}, which adds or reshapes some; create them before"
             )
         changed = [after is not before for before, after in zip(given, found, strict=True)]
-        return y, [_numbers(after) if new else old for old, after, new in zip(state, found, changed, strict=True)]
+        new_state = [_numbers(after) if new else old for old, after, new in zip(state, found, changed, strict=True)]
+        return y, new_state, jax.tree.leaves(params_after)
 
     variables = dict(nnx.iter_graph(module))
-    identities = tuple(id(variables[_path_of(path)]) for path, _ in paths)
+    identities = tuple(_identity(variables, _path_of(path)) for path, _ in paths)
     others = [_path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(rest)[0]]
     return UserStage(
         _hashable((graph, rest_structure)),
@@ -118,15 +122,21 @@ def stage_of_module(module: nnx.Module) -> UserStage:
         tuple(leaf for _, leaf in paths),
         tuple(map(_numbers, values)),
         identities,
-        {id(variables[path]): ".".join(map(str, path)) for path in others},
+        {_identity(variables, path): ".".join(map(str, path)) for path in others},
     )
+
+
+def _identity(variables: Mapping[tuple, Any], path: tuple) -> Any:
+    """Return what identifies a leaf: its variable, and its place in the variable's value if that is a tree."""
+    end = next(end for end in range(len(path), 0, -1) if path[:end] in variables)
+    return id(variables[path[:end]]), path[end:]
 
 
 def state_of_module(module: nnx.Module, leaves: Sequence[Any]) -> nnx.State:
     """Return the variables of a module that are not parameters, with other values, in the order of UserStage.state."""
     old, structure = jax.tree.flatten(nnx.split(module, nnx.Param, ...)[2])
     new = [
-        jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(x)) if _is_key(x) else jnp.asarray(leaf)
+        jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(x)) if is_key(x) else jnp.asarray(leaf)
         for x, leaf in zip(old, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, new)
@@ -169,7 +179,7 @@ class ModuleProgram:
         if not self.first:
             received = jax.tree.unflatten(self.received.structure, unpack(x, self.received.likes))
         state = self.stages.state.select(task.state, self.number, task.stage)
-        y, new = self.user.apply([parameters[str(i)] for i in range(len(parameters))], state, received)
+        y, new, _ = self.user.apply([parameters[str(i)] for i in range(len(parameters))], state, received)
         changed = {i: value for i, (old, value) in enumerate(zip(state, new, strict=True)) if value is not old}
         new_state = self.stages.state.update(task.state, self.number, task.stage, changed, lambda _, value: value)
         if self.last:
@@ -288,22 +298,37 @@ class ModuleStages:
             last = n == len(users) - 1
 
             def run(params: Any, state: Any, x: Any, target: Any, n: int = n, last: bool = last) -> Any:
-                y, new = users[n].apply(params, state, x)
+                y, new, params_after = users[n].apply(params, state, x)
                 if any(a is not b for a, b in zip(state, new, strict=True)):
                     self.changed_state.append(str(n))
-                if last:
-                    return self.finish(_arrays(y, n), target)
-                return _arrays(y, n)
+                y = _arrays(y, n)
+                return (self.finish(y, target) if last else y), params_after
 
             x = jax.tree.unflatten(*messages[-1])
             shapes = [[*map(_like, user.params)], [*map(_like, user.state)]]
             try:
-                y = jax.eval_shape(run, *shapes, x, data.targets)
+                traced, (y, _) = jax.make_jaxpr(run, return_shape=True)(*shapes, x, data.targets)
+                _check_parameters_are_read(traced.jaxpr, users[n].names)
             except Exception as error:
                 error.add_note(f"in stage {n} of the pipeline")
                 raise
             messages.append(_message(y))
         return messages
+
+
+def _check_parameters_are_read(program: Any, names: Sequence[str]) -> None:
+    """Check that a stage returns its first arguments, the parameters, as its last results."""
+    results = program.outvars[len(program.outvars) - len(names) :]
+    written = [
+        name
+        for name, before, after in zip(names, program.invars, results, strict=False)
+        if passed_through(program, after) is not before
+    ]
+    if written:
+        raise ValueError(
+            f"stages: expected modules that read their parameters only, got a call that writes {', '.join(written)}, "
+            "as that of nnx.SpectralNorm does; compute with a new value instead, or make it another nnx.Variable"
+        )
 
 
 def _call(function: Callable[..., Any], params: Any, x: Any) -> Any:
@@ -323,7 +348,7 @@ def _arrays(y: Any, stage: int) -> Any:
             raise ValueError(
                 f"stages: expected a pytree of arrays from stage {stage}, got one with {type(leaf).__name__}"
             )
-        if isinstance(leaf, Array) and _is_key(leaf):
+        if isinstance(leaf, Array) and is_key(leaf):
             raise ValueError(
                 f"stages: expected arrays of numbers from stage {stage}, got a typed random key; send "
                 "jax.random.key_data(key)"
@@ -342,8 +367,8 @@ def _like(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _numbers(x: Any) -> Any:
-    """Return an array of numbers: the data of a typed random key, any other array itself."""
-    return jax.random.key_data(x) if _is_key(x) else x
+    """Return an array of numbers: the data of a typed random key, of a number an array, any other array itself."""
+    return jax.random.key_data(x) if is_key(x) else x if hasattr(x, "dtype") else jnp.asarray(x)
 
 
 def _hashable(key: Any) -> Any:
@@ -365,11 +390,10 @@ class _ByEquality:
         return hash(_ByEquality)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByEquality) and bool(self._value == other._value)
-
-
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        try:
+            return isinstance(other, _ByEquality) and bool(self._value == other._value)
+        except (TypeError, ValueError):  # arrays among its fields
+            return False
 
 
 def _path_of(path: Any) -> tuple:

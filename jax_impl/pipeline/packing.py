@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ Packed = dict[str, Array]
 def longest_vectors(groups: Iterable[Sequence[jax.ShapeDtypeStruct]]) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of one vector for each dtype that can hold the arrays of any group."""
     lengths: dict[str, int] = {}
-    for likes in groups:
+    for group in groups:
+        likes = [*map(_like_of_numbers, group)]
         for dtype in {str(like.dtype) for like in likes}:
             length = sum(math.prod(like.shape) for like in likes if like.dtype == dtype)
             lengths[dtype] = max(lengths.get(dtype, 0), length)
@@ -22,7 +24,8 @@ def longest_vectors(groups: Iterable[Sequence[jax.ShapeDtypeStruct]]) -> dict[st
 
 
 def pack(arrays: Sequence[Array], vectors: Mapping[str, jax.ShapeDtypeStruct]) -> Packed:
-    """Concatenate arrays by dtype and pad with zeros."""
+    """Concatenate arrays by dtype and pad with zeros. Of typed random keys, their data is packed."""
+    arrays = [jax.random.key_data(array) if is_key(array) else array for array in arrays]
     packed = {}
     for dtype, vector in vectors.items():
         parts = [array.reshape(-1) for array in arrays if array.dtype == dtype]
@@ -36,8 +39,26 @@ def unpack(packed: Mapping[str, Array], likes: Sequence[jax.ShapeDtypeStruct]) -
     starts = dict.fromkeys(packed, 0)
     arrays = []
     for like in likes:
-        dtype = str(like.dtype)
-        size = math.prod(like.shape)
-        arrays.append(packed[dtype][starts[dtype] : starts[dtype] + size].reshape(like.shape))
+        numbers = _like_of_numbers(like)
+        dtype = str(numbers.dtype)
+        size = math.prod(numbers.shape)
+        array = packed[dtype][starts[dtype] : starts[dtype] + size].reshape(numbers.shape)
+        arrays.append(jax.random.wrap_key_data(array, impl=_implementation(like)) if is_key(like) else array)
         starts[dtype] += size
     return arrays
+
+
+def is_key(x: Any) -> bool:
+    """Return True for a typed random key, or the shape of one."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _like_of_numbers(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(jax.random.key_data, like) if is_key(like) else like
+
+
+def _implementation(like: jax.ShapeDtypeStruct) -> Any:
+    """Return the random generator of typed keys of a shape."""
+    found: list[Any] = []
+    jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), like)
+    return found[0]

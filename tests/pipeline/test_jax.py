@@ -10,7 +10,10 @@ import pytest
 from tests.jax_process import run_cases
 
 ROOT = Path(__file__).parents[2]
-CASES = [f"tests/pipeline/jax_cases/{name}.py" for name in ("gradients", "programs", "memory", "mistakes", "modules")]
+CASES = [
+    f"tests/pipeline/jax_cases/{name}.py"
+    for name in ("gradients", "programs", "memory", "mistakes", "modules", "user_modules")
+]
 
 
 @pytest.mark.multiprocess

@@ -141,7 +141,7 @@ class Wrapping(Part):
 def test_an_object_with_arrays_as_a_result_is_refused(technique):
     model = Model(Wrapping(), lambda part, x: part(x).y)
     technique(model)
-    with pytest.raises(ValueError, match="Wrapping: expected results that are arrays .* got an object of Output with"):
+    with pytest.raises(ValueError, match=r"Wrapping: expected results that are arrays .* got an object of Output with"):
         model(batch())
 
 

@@ -1,0 +1,156 @@
+"""Stages that users write: what their modules keep, change and wrap."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_impl.pipeline import PipelineExecutor, split_batch
+from jax_impl.recompute import recompute_modules
+from tests.pipeline.jax_cases.modules import assert_equal, mesh_of, square
+
+M = 2
+X = np.random.default_rng(0).normal(size=(2 * M, 3))
+
+
+def step(stages, schedule: str = "1f1b", parameters=None):
+    """Losses of a step of two stages on two devices, and the executor with its state."""
+    pipeline = PipelineExecutor(stages, schedule, M, square, parameters=parameters, mesh=mesh_of(pp=2))
+    state = pipeline.initial_state() if parameters is None else None
+    staged = pipeline.stage_parameters(parameters)
+    return pipeline, pipeline.step(staged, split_batch(X, M), split_batch(2 * X, M), state)
+
+
+class Wide(nnx.Module):
+    """A linear layer with dropout."""
+
+    def __init__(self, seed: int) -> None:
+        rngs = nnx.Rngs(seed)
+        self.linear = nnx.Linear(3, 3, rngs=rngs, param_dtype=float)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(jnp.tanh(self.linear(x)))
+
+
+class Rematerialised(Wide):
+    """The same in nnx.remat."""
+
+    @nnx.remat
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+def recomputed(seed: int) -> Wide:
+    module = Wide(seed)
+    recompute_modules(module, {"": ["dropout"]})
+    return module
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [Rematerialised, recomputed])
+def test_keys_of_dropout_that_backward_reads(make, schedule):
+    """A checkpoint saves the typed key of its dropout, which is no array of numbers."""
+    plain, expected = step([Wide(0), Wide(1)], schedule)
+    other, found = step([make(0), make(1)], schedule)
+    assert_equal(found[0], expected[0])
+    assert_equal(
+        jax.tree.leaves(other.join_parameters(found[1])), jax.tree.leaves(plain.join_parameters(expected[1])), 1e-12
+    )
+
+
+class Writing(nnx.Module):
+    """A module that changes its parameter in its call."""
+
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0), param_dtype=float)
+
+    def __call__(self, x):
+        self.linear.kernel[...] *= 0.5
+        return self.linear(x)
+
+
+def test_a_parameter_that_a_call_writes_is_refused():
+    with pytest.raises(ValueError, match=r"stages: expected modules that read their .* writes linear.kernel, as that"):
+        step([Wide(0), Writing()])
+
+
+class Layers(nnx.Module):
+    """Layers in a scan, which returns their parameters as they were."""
+
+    def __init__(self) -> None:
+        make = nnx.split_rngs(splits=2)(nnx.vmap(lambda rngs: nnx.Linear(3, 3, rngs=rngs, param_dtype=float)))
+        self.layers = make(nnx.Rngs(0))
+
+    @nnx.remat
+    def __call__(self, x):
+        run = nnx.scan(lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return run(x, self.layers)
+
+
+class Plain(nnx.Module):
+    """The same layers one after the other."""
+
+    def __init__(self) -> None:
+        self.layers = Layers().layers
+
+    def __call__(self, x):
+        for kernel, bias in zip(self.layers.kernel[...], self.layers.bias[...], strict=True):
+            x = jnp.tanh(x @ kernel + bias)
+        return x
+
+
+def test_a_scan_that_returns_parameters_as_they_were_is_accepted():
+    assert_equal(step([Layers(), Layers()])[1][0], step([Plain(), Plain()])[1][0])
+
+
+class Holding(nnx.Module):
+    """A parameter that is a tree, and a count that is a number of Python."""
+
+    def __init__(self) -> None:
+        self.weights = nnx.Param({"w": jnp.full((3, 3), 0.5)})
+        self.calls = nnx.Variable(0)
+
+    def __call__(self, x):
+        self.calls.set_value(self.calls.get_value() + 1)
+        return x @ self.weights.get_value()["w"]
+
+
+def test_trees_and_numbers_in_variables():
+    modules = [Holding(), Holding()]
+    pipeline, (losses, gradients, state) = step(nnx.List(modules))
+    expected = [square(x @ np.full((3, 3), 0.5) @ np.full((3, 3), 0.5), 2 * x) for x in split_batch(X, M)]
+    assert_equal(losses, jnp.stack(expected))
+    assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(pipeline.join_parameters(gradients)))
+    pipeline.update_modules(None, state)
+    assert [int(module.calls.get_value()) for module in modules] == [M, M]
+
+
+@dataclass
+class Shifted:
+    """A function with an array."""
+
+    shift: jax.Array
+
+    def __call__(self, params, x):
+        return jnp.tanh(x @ params["w"] + self.shift)
+
+
+def test_functions_that_hold_arrays():
+    parameters = [{"w": np.eye(3)}, {"w": np.eye(3)}]
+    stages = [Shifted(jnp.ones(3)), Shifted(-jnp.ones(3))]
+    losses = step(stages, parameters=parameters)[1][0]
+    expected = [square(jnp.tanh(jnp.tanh(x + 1) - 1), 2 * x) for x in split_batch(X, M)]
+    assert_equal(losses, jnp.stack(expected))
+
+
+def test_booleans_in_outputs_stay_booleans():
+    stages = [lambda params, x: x * params["w"], lambda params, x: {"y": x * params["w"], "is_positive": x > 0}]
+    parameters = [{"w": np.ones(1)}, {"w": np.ones(1)}]
+    pipeline = PipelineExecutor(stages, "1f1b", M, parameters=parameters, mesh=mesh_of(pp=2))
+    outputs = pipeline.forward(pipeline.stage_parameters(parameters), split_batch(X, M))
+    assert outputs["is_positive"].dtype == bool
+    assert np.array_equal(outputs["is_positive"], split_batch(X, M) > 0)
