@@ -23,7 +23,7 @@ from diptych.plans.recompute import ModuleBytes
 from reference_torch.recompute import internals
 from reference_torch.recompute.checkpoint import CheckpointWithoutOutput, MHCBlockRecomputeManager
 from reference_torch.recompute.guards import RecomputeUsageError
-from reference_torch.recompute.region import in_replay, slot_at
+from reference_torch.recompute.region import slot_at
 from reference_torch.wrapped_forward import WrappedForward
 
 SMALL_BUFFER = 2**16
@@ -218,10 +218,20 @@ class _Buffer(NamedTuple):
             return False
         if self.tensor._version != self.version:
             return True
+        if self.tensor.layout is not torch.strided:  # every change of its values is counted
+            return False
         if isinstance(self.owner, _NormBase) or self.content.nbytes <= SMALL_BUFFER:
             return True
         with _unrecorded():  # F.batch_norm on buffers of any module
             return self.tensor.is_floating_point() and not torch.equal(_read(self.tensor), self.content)
+
+    def restore(self) -> None:
+        """Give the buffer this content and version; without a write if it has them, since memory may be read-only."""
+        if self.tensor._version == self.version:
+            changes_always = isinstance(self.owner, _NormBase) and self.owner.training
+            if not changes_always and _has_bits_of(self.tensor, self.content):
+                return
+        _fill(self.tensor, self.content, self.version or 0)
 
 
 class _Call:
@@ -230,10 +240,11 @@ class _Call:
     def __init__(self, module: nn.Module, plain: Callable[..., Any]) -> None:
         self.__self__ = module
         self._plain = plain
-        self._changed: list[_Buffer] = []
+        self._changed: list[_Buffer] | None = None
+        """The buffers that forward may have changed, as they were before; None until forward has ended."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if in_replay():
+        if self._changed is not None:
             with _as_before(self._changed):
                 return self._plain(*args, **kwargs)
         before = _buffers(self.__self__)
@@ -260,19 +271,19 @@ def _as_before(buffers: Sequence[_Buffer]) -> Iterator[None]:
     """Give buffers their earlier content and version for a while."""
     with _unrecorded():
         own = [buffer for buffer in buffers if buffer.version is not None]
-        present = [(b, b.owner._buffers[b.name]) for b in buffers]
-        contents = [(b.tensor, _read(b.tensor).clone(), b.tensor._version) for b in own]
+        placed = [(b, b.owner._buffers[b.name]) for b in buffers]
+        present = [b._replace(content=_read(b.tensor).clone(), version=b.tensor._version) for b in own]
         for buffer in buffers:
             buffer.owner._buffers[buffer.name] = buffer.tensor
         for buffer in own:
-            _fill(buffer.tensor, buffer.content, buffer.version or 0)
+            buffer.restore()
     try:
         yield
     finally:
         with _unrecorded():
-            for tensor, content, version in contents:
-                _fill(tensor, content, version)
-            for buffer, tensor in present:
+            for buffer in present:
+                buffer.restore()
+            for buffer, tensor in placed:
                 buffer.owner._buffers[buffer.name] = tensor
 
 
@@ -282,14 +293,43 @@ def _read(tensor: Tensor) -> Tensor:
     The class of an offloaded tensor fetches it first, so that class is asked, but no mode.
     """
     if type(tensor) is Tensor:
-        return tensor.detach()
+        return _without_repetition(tensor.detach())
     copied: Any = type(tensor).__torch_function__(Tensor.clone, (type(tensor),), (tensor,))
     return copied.detach()
 
 
+def _without_repetition(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor without what expand() repeats, which PyTorch refuses to write."""
+    if tensor.layout is not torch.strided or 0 not in tensor.stride():
+        return tensor
+    shape = [size if stride else min(size, 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(shape, tensor.stride())
+
+
+def _has_bits_of(tensor: Tensor, content: Tensor) -> bool:
+    """Return True if a tensor with an unchanged version certainly has this content."""
+    if tensor.layout is not torch.strided:
+        return True
+    if type(tensor) is not Tensor or tensor.device.type != "cpu":  # a comparison would wait for a GPU
+        return False
+    present = _read(tensor)
+    if not present.is_floating_point() or present.is_neg():
+        return torch.equal(present, content)
+    bits = _BITS[present.itemsize]  # a NaN is equal too
+    return torch.equal(present.view(bits), content.view(bits))
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _fill(tensor: Tensor, content: Tensor, version: int) -> None:
     """Change content and version of a tensor, so that autograd and the replay's checks see the given version."""
-    tensor.detach().copy_(content)
+    if tensor.layout is not torch.strided:  # another tensor would get the new elements
+        tensor.copy_(content)
+    elif type(tensor) is Tensor:
+        _read(tensor).copy_(content)
+    else:
+        tensor.detach().copy_(content)
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # pyright: ignore[reportAttributeAccessIssue]
 
 
