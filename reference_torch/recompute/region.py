@@ -394,6 +394,7 @@ class Region:
         if isinstance(module, nn.Module):  # autograd does not save a bias, or a weight that autocast casts
             for parameter in module.parameters():
                 self._parameters[id(parameter)] = weakref.ref(parameter), parameter._version
+        self.state.note_flags(reference for reference, _ in self._parameters.values())
         self.state.forget_unused()
         return output
 

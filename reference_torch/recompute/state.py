@@ -1,4 +1,4 @@
-"""State that a replay must restore: random generators, autocast and CUDA streams.
+"""State that a replay must restore: random generators, autocast, CUDA streams, and what parameters require.
 
 The generators include the default ones of Python and NumPy, because stochastic depth often draws from them.
 """
@@ -8,7 +8,8 @@ import ctypes
 import random
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,17 @@ class ReplayState:
         self._autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types]
         self._cache_enabled = torch.is_autocast_cache_enabled()
         self._streams = {index: torch.cuda.current_stream(index) for index in self._cuda}
+        self._flags: list[tuple[weakref.ref[Tensor], bool]] = []
 
     def note_draw(self, generator: torch.Generator) -> None:
         """Record the state of a generator before the call draws from it for the first time."""
         if generator not in self._states:
             self._states[generator] = generator.get_state()
+
+    def note_flags(self, parameters: "Iterable[weakref.ref[Tensor]]") -> None:
+        """Record which parameters of the call require gradients, since a replay saves values by these flags."""
+        found = [(reference, reference()) for reference in parameters]
+        self._flags = [(reference, parameter.requires_grad) for reference, parameter in found if parameter is not None]
 
     def forget_unused(self) -> None:
         """Drop, after the call, the state of generators that it did not draw from."""
@@ -75,6 +82,11 @@ class ReplayState:
                 stack.enter_context(torch.autocast(device, dtype, enabled, self._cache_enabled))
             for index, stream in self._streams.items():
                 self._enter_stream(stack, index, stream)
+            for reference, flag in self._flags:
+                parameter = reference()
+                if parameter is not None and parameter.requires_grad != flag:
+                    stack.callback(parameter.requires_grad_, not flag)
+                    parameter.requires_grad_(flag)
             yield
 
     def _enter_stream(self, stack: contextlib.ExitStack, index: int, stream: torch.cuda.Stream) -> None:
