@@ -3,7 +3,6 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -14,6 +13,7 @@ from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory, memory_of
 from reference_torch.offload.statistics import OffloadStatistics
+from reference_torch.offload.writes import OwnHook
 
 
 class OffloadedGradients:
@@ -59,7 +59,7 @@ class OffloadedGradients:
         for parameter in self._layers[layer]:
             if parameter.requires_grad and id(parameter) not in self._handles:
                 reference = weakref.ref(parameter)  # its hook must not keep it alive
-                hook = partial(_call_with, note, reference)
+                hook = OwnHook(_call_with, note, reference)
                 self._handles[id(parameter)] = parameter.register_hook(hook)
 
     def evict_arrived(self) -> None:

@@ -12,6 +12,7 @@ from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory, OffloadedParameter, OffloadedTensor
 from reference_torch.offload.observe import LayerObserver
 from reference_torch.offload.registry import forget, register
+from reference_torch.offload.writes import has_backward_hooks, has_gradient_hooks, possible_statistics
 from reference_torch.recompute.region import is_held_only_by
 
 IN_USE = "its memory is used by others"
@@ -70,6 +71,8 @@ class OffloadedLayer:
             self._memory_of.update(dict.fromkeys(map(id, tensors.values()), memory))
         shared = {id(tensor) for memory in known.values() for tensor in memory.tensors}
         self.own_parameters = [p for p in self.parameters if id(p) not in shared]
+        self._parts = list(module.modules())
+        self._possible_statistics = [t for t in possible_statistics(self._parts) if id(t) in self._memory_of]
 
     @property
     def is_on_device(self) -> bool:
@@ -134,23 +137,30 @@ class OffloadedLayer:
     def note_untracked_writes(self, kind: str) -> None:
         """Record writes of a use that no version counter records.
 
-        Examples are the running statistics of a batch norm in forward, and fused optimizers that run in backward, by
-        hooks on parameters.
+        Examples are the running statistics of a batch norm in forward, and in backward fused optimizers that run by
+        hooks on parameters, and hooks that write ``.data``.
 
         Args:
             kind: kind of the use that has ended.
         """
         runs_forward = kind in ("F", "R") or self._is_replayed
-        if kind == "B":
+        is_backward = kind == "B"
+        if is_backward:
             self.end_replay()
+        runs_hooks = is_backward and has_backward_hooks(self._parts)
+        writes_buffers = runs_hooks or (runs_forward and any(part.training for part in self._parts))
         for memory in self.memories:
             for tensor in memory.tensors:
                 if isinstance(tensor, nn.Parameter):
-                    written = kind == "B" and bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+                    written = runs_hooks or (is_backward and has_gradient_hooks(tensor))
                 else:
-                    written = runs_forward and self.module.training
+                    written = writes_buffers
                 if written:
                     memory.note_change()
+        if runs_forward:
+            for tensor in self._possible_statistics:
+                if not tensor.requires_grad:
+                    self._memory_of[id(tensor)].note_difference()
 
     def watch_state(
         self, require: Callable[[int], None], evict_unneeded: Callable[[], None], end_failed: Callable[[], None]

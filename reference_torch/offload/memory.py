@@ -10,6 +10,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from ctypes import string_at
 from typing import Any
 
 import torch
@@ -230,6 +231,15 @@ class OffloadedMemory:
     def note_change(self) -> None:
         """Record that the tensors were written."""
         self._copied_at = ()
+
+    def note_difference(self) -> None:
+        """Record a write if the bytes differ from those on the host; on a GPU, which a read would wait for, always."""
+        if not self._is_on_device or self.is_changed:
+            return
+        here, there = self.device_storage, self.host
+        is_cpu = here.device.type == "cpu"
+        if not is_cpu or string_at(here.data_ptr(), self.nbytes) != string_at(there.data_ptr(), self.nbytes):
+            self.note_change()
 
     def host_view(self, tensor: Tensor) -> Tensor:
         """Return the current host copy with the shape of a tensor.

@@ -19,6 +19,7 @@ from reference_torch.offload.activations import ActivationGroup
 from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import OffloadError
 from reference_torch.offload.memory import gradient_node
+from reference_torch.offload.writes import OwnHook
 from reference_torch.recompute import before_replay
 from reference_torch.recompute.internals import (
     is_differentiated_by_func_transform,
@@ -167,13 +168,13 @@ class LayerObserver:
             if parameter.requires_grad and index not in self._watched:
                 self._watched.add(index)
                 note = weak_method(self._note_gradient)  # avoids a reference cycle
-                self.handles.append(parameter.register_hook(lambda _, index=index, note=note: note(index)))
+                self.handles.append(parameter.register_hook(OwnHook(note, index)))
 
     def expected_gradients(self) -> set[int]:
         """Return the indices of the parameters whose gradients the running backward computes."""
         return {index for index in self._watched if _is_reached(gradient_node(self.parameters[index]))}
 
-    def _note_gradient(self, index: int) -> None:
+    def _note_gradient(self, index: int, _: Tensor) -> None:
         """Record that the gradient of a parameter exists."""
         if self.backward is not None:
             self.backward.missing.discard(index)

@@ -1,0 +1,48 @@
+"""Writes to parameters and buffers that no version counter records: who may make them, in forward and in backward."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_all
+from torch.nn.modules.batchnorm import _NormBase
+
+LARGEST_STATISTICS = 2**18
+"""Bytes up to which a vector may be the running statistics of a batch norm."""
+
+
+class OwnHook(partial):
+    """A hook of offload on the gradient of a parameter, which writes no parameter."""
+
+
+def possible_statistics(parts: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Return the vectors of a layer that its forward may pass to F.batch_norm as running statistics.
+
+    PyTorch's own modules pass nothing else than the buffers of norms; any module may hold the others.
+
+    Args:
+        parts: the layer and the modules inside it.
+    """
+    for part in parts:
+        if type(part).__module__.startswith("torch.nn.modules.") and not isinstance(part, _NormBase):
+            continue
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is None or tensor.ndim != 1 or not tensor.is_floating_point():
+                continue
+            if tensor.nbytes <= LARGEST_STATISTICS:
+                yield tensor
+
+
+def has_backward_hooks(parts: Iterable[nn.Module]) -> bool:
+    """Return True if hooks of a user run in the backward of a layer, which consists of these modules."""
+    if hooks_of_all._global_backward_hooks or hooks_of_all._global_backward_pre_hooks:
+        return True
+    return any(part._backward_hooks or part._backward_pre_hooks for part in parts)
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Return True if a hook of others than offload runs when the gradient of a parameter arrives."""
+    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        return True
+    hooks = parameter._backward_hooks
+    return bool(hooks) and any(type(hook) is not OwnHook for hook in hooks.values())
