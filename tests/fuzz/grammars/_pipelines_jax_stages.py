@@ -269,6 +269,17 @@ class Sine(nnx.Module):
         return jnp.sin(x)
 
 
+class Checkpointed(nnx.Module):
+    """Dropout in nnx.remat."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    @nnx.remat
+    def __call__(self, x: Array) -> Array:
+        return jnp.tanh(self.dropout(jnp.sin(x)))
+
+
 class Residual(nnx.Module):
     """A residual MLP."""
 
@@ -292,8 +303,9 @@ MODULES: dict[str, Callable[[int, nnx.Rngs], Any]] = {
     "average": lambda w, rngs: Average(w),
     "shared": lambda w, rngs: Residual(w, rngs),
     "sine": lambda w, rngs: Sine(),
+    "dropout in a checkpoint": lambda w, rngs: Checkpointed(rngs),
 }
-STATEFUL = ("batch norm", "dropout", "counter", "average")
+STATEFUL = ("batch norm", "dropout", "dropout in a checkpoint", "counter", "average")
 
 
 class Stage(nnx.Module):
