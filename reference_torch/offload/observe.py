@@ -4,6 +4,7 @@ A layer's backward begins when a gradient of its output arrives. It has ended wh
 and parameters exist.
 """
 
+import contextlib
 import threading
 import weakref
 from contextvars import Token
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from reference_torch.offload.activations import ActivationGroup
+from reference_torch.offload.interruptions import ObservedCall
 from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import OffloadError
 from reference_torch.offload.memory import gradient_node
@@ -93,6 +95,7 @@ class LayerObserver:
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
         ]
+        self._observed_call = ObservedCall(module, self)
 
     @property
     def listener(self) -> UseListener | None:
@@ -100,12 +103,13 @@ class LayerObserver:
         return self._listener()
 
     @property
-    def is_running(self) -> bool:
-        """True while a forward of the layer runs."""
-        return bool(self._running)
+    def depth(self) -> int:
+        """The number of forwards of the layer that run: one, or more if it calls itself."""
+        return len(self._running)
 
     def close(self) -> None:
         """Remove every hook."""
+        self._observed_call.undo()
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -154,13 +158,21 @@ class LayerObserver:
         hooks.__exit__(None, None, None)
         if torch.is_grad_enabled():
             for tensor in _with_gradient(output):
-                _boundary(tensor).producers.append(call)
+                if not tensor.is_leaf:  # the layer has computed nothing whose gradient comes after that of a leaf
+                    _boundary(tensor).producers.append(call)
         listener = self.listener
         if listener is None:
             return
         listener.on_forward_post_hook(self.layer_id)
         if group is not None:
             listener.end_group(group)
+
+    def end_forwards(self, depth: int) -> None:
+        """End the observation of the forwards after which no hook has run, until so many are left."""
+        module: Any = self._module()
+        while len(self._running) > depth:
+            with contextlib.suppress(Exception):  # the caller must see what has ended the forward
+                self._after_forward(module, (), {}, None)
 
     def _watch_parameters(self) -> None:
         """Add gradient hooks to parameters without one, including those that were frozen before."""

@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from reference_torch.offload.interruptions import ObservedCall
+
 _REGISTERED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """Modules inside registered layers, with the number of their layer."""
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
@@ -72,10 +74,14 @@ def _reduce(module: nn.Module) -> Any:
 
 
 def _without(state: dict[str, Any], keys: set[int]) -> dict[str, Any]:
-    """Return the ``__dict__`` of a module without the hooks that have these keys."""
-    return {
+    """Return the ``__dict__`` of a module without the hooks that have these keys, and with its own call."""
+    found = {
         name: type(value)((key, item) for key, item in value.items() if key not in keys)
         if "_hooks" in name and isinstance(value, dict)
         else value
         for name, value in state.items()
     }
+    call = found.get("_call_impl")
+    if isinstance(call, ObservedCall):
+        call.leave(found)
+    return found

@@ -332,7 +332,7 @@ class UseScheduler:
         """End uses that an exception left open, before their parameters are read."""
         self._check_thread()
         layers = self._residency.layers.values()
-        running = (layer.observer is not None and layer.observer.is_running for layer in layers)
+        running = (layer.observer is not None and layer.observer.depth > 0 for layer in layers)
         if self._open and not internals.runs_in_backward() and not any(running):
             self.end_all()
 

@@ -1,0 +1,82 @@
+"""The call of a layer, at whose end the observation of its forward has ended whatever happened.
+
+PyTorch runs no forward hook after an exception that is no ``Exception``, such as the KeyboardInterrupt of Ctrl-C, and
+none that was removed during the call. The saved-tensor hooks of the forward would then stay active for the process.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from reference_torch.recompute.internals import skipped_by_compile
+
+
+@runtime_checkable
+class Observation(Protocol):
+    """An observer of the forwards of a layer."""
+
+    @property
+    def depth(self) -> int:
+        """The number of forwards that run."""
+        ...
+
+    def end_forwards(self, depth: int) -> None:
+        """End the observation of the forwards that began last, until so many are left."""
+        ...
+
+
+class ObservedCall:
+    """What a module calls in the place of its ``_call_impl``, which runs hooks and forward.
+
+    Args:
+        module: the layer.
+        observer: observes its forwards.
+    """
+
+    def __init__(self, module: nn.Module, observer: Observation) -> None:
+        self._module = weakref.ref(module)
+        self._observer = observer
+        self._replaced: Callable[..., Any] | None = vars(module).get("_call_impl")
+        """What somebody else had put there, if anything."""
+        vars(module)["_call_impl"] = self
+
+    @skipped_by_compile
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        depth = self._observer.depth
+        try:
+            if self._replaced is not None:
+                return self._replaced(*args, **kwargs)
+            module = self._called()
+            return type(module)._call_impl(module, *args, **kwargs)
+        finally:
+            if self._observer.depth > depth:
+                self._observer.end_forwards(depth)
+
+    def _called(self) -> Any:
+        """Return the module that is called: the layer, or one with a copy of its attributes, as a replica has."""
+        frame = sys._getframe(1)
+        for _ in range(8):  # torch.compile and type checkers add some
+            if frame is None:
+                break
+            if frame.f_code.co_name == "_wrapped_call_impl":
+                caller = frame.f_locals.get("self")
+                if isinstance(caller, nn.Module) and vars(caller).get("_call_impl") is self:
+                    return caller
+            frame = frame.f_back
+        return self._module()
+
+    def undo(self) -> None:
+        """Give the module its own call back, unless somebody else has replaced this one."""
+        module = self._module()
+        if module is not None and vars(module).get("_call_impl") is self:
+            self.leave(vars(module))
+
+    def leave(self, state: dict[str, Any]) -> None:
+        """Put into the attributes of a module what was there before."""
+        del state["_call_impl"]
+        if self._replaced is not None:
+            state["_call_impl"] = self._replaced
