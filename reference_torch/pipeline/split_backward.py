@@ -47,8 +47,8 @@ class DeferredWeightGradients(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace a linear map or convolution; run every other function unchanged."""
         read = _READERS.get(func)
-        if read is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            operation = read(*args, **(kwargs or {}))
+        if read is not None and _may_defer():
+            operation = _read(read, args, kwargs or {})
             if operation is not None:
                 x, weight, bias, kind = operation
                 device = x.device.type
@@ -205,6 +205,14 @@ _Operation = tuple[Tensor, Tensor, Tensor | None, Any] | None
 """Input, weight, bias and kind of an operation; None: its weight gradient is not one of the known kinds."""
 
 
+def _read(read: Callable[..., _Operation], args: tuple, kwargs: dict[str, Any]) -> _Operation:
+    """Return the operation that a reader finds; None if the function has an argument that it does not know."""
+    try:
+        return read(*args, **kwargs)
+    except TypeError:  # such as out, out_dtype, or what the function itself refuses
+        return None
+
+
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Operation:
     fits = weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1])
     return (input, weight, bias, _Linear()) if fits else None
@@ -212,12 +220,14 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Opera
 
 def _matmul(input: Tensor, other: Any = None, mat2: Any = None) -> _Operation:
     weight = mat2 if other is None else other
+    if other is not None and mat2 is not None:  # out_dtype by position
+        return None
     fits = isinstance(weight, Tensor) and weight.dim() == 2 and input.dim() >= 2
     return (input, weight, None, _Product()) if fits else None
 
 
-def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> _Operation:
-    fits = (beta, alpha, out) == (1, 1, None) and mat2.dim() == 2 and input.shape == mat2.shape[1:]
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> _Operation:
+    fits = (beta, alpha) == (1, 1) and mat2.dim() == 2 and input.shape == mat2.shape[1:]
     return (mat1, mat2, input, _Product()) if fits else None
 
 
@@ -252,6 +262,12 @@ _READERS: dict[Any, Callable[..., _Operation]] = {
     functional.conv3d: _convolution(functional.conv3d, 3),
 }
 """Functions whose weight gradients can be deferred, with what reads their arguments."""
+
+
+def _may_defer() -> bool:
+    """Return True if autograd computes gradients, and neither a compiler nor a transform such as vmap does."""
+    is_transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.is_grad_enabled() and not is_transformed
 
 
 def _is_deferrable(weight: Tensor, parameter: Tensor) -> bool:

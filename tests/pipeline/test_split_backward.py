@@ -216,6 +216,31 @@ def test_linear_maps_that_cannot_wait_give_the_same_gradients():
         torch.testing.assert_close(split[key], gradient, msg=key)
 
 
+class Foreign(torch.nn.Module):
+    """Products into given memory, and linear maps in transforms of torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.map = torch.nn.Linear(6, 6)
+        self.register_buffer("table", torch.eye(6))
+
+    def forward(self, x):
+        scale = torch.mm(self.table, self.table, out=torch.empty(6, 6)).diagonal()
+        bias = torch.addmm(self.table, self.table, self.table, out=torch.empty(6, 6))[0]
+        y = torch.vmap(self.map)(self.map(x) * scale + bias)
+        return y + torch.func.jacrev(lambda row: self.map(row).tanh())(x[0].detach()).sum(0)
+
+
+def test_what_a_transform_or_given_memory_computes_is_not_split():
+    model, x = Foreign(), torch.randn(4, 6)
+    out, gradients = whole_gradients(model, x)
+    split_out, _, split = split_gradients(model, x)
+    torch.testing.assert_close(split_out, out)
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(split[key], gradient, msg=key)
+
+
 def test_an_input_that_changes_between_inputs_and_weights_is_refused():
     """A data iterator that fills one buffer again; autograd looks at versions no later than I."""
     model, x = deep(), torch.randn(4, 6)
