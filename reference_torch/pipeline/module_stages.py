@@ -19,7 +19,13 @@ from reference_torch.pipeline.payloads import (
     tree_from_message,
 )
 from reference_torch.pipeline.replicas import ReplicaGradients
-from reference_torch.pipeline.steps import check_requires_grad, custom_backward, deallocate_output_tensor, own_memory
+from reference_torch.pipeline.steps import (
+    check_requires_grad,
+    custom_backward,
+    deallocate_output_tensor,
+    gradient_of_received,
+    own_memory,
+)
 
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target) -> loss``, a tensor of one element."""
@@ -139,7 +145,7 @@ class ModuleStages:
         custom_backward(saved.roots, received)
         if action.stage == 0:
             return None
-        return [torch.zeros_like(x) if x.grad is None else x.grad for x in saved.received]
+        return [gradient_of_received(x) for x in saved.received]
 
     def end_backward(self, stage: int) -> None:
         """Reduce the gradients of a stage over replicas."""

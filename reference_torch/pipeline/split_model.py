@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from reference_torch.pipeline.partial_forward import PartEnd, PartialRun, Trace, current_run, trace
+from reference_torch.pipeline.nested_values import tensors_in
+from reference_torch.pipeline.partial_forward import PartEnd, PartialRun, Trace, current_run
 from reference_torch.pipeline.payloads import TreeSpec, flatten
 from reference_torch.pipeline.shared_parameters import find_shared
+from reference_torch.pipeline.traced_forward import TracedModel, trace
 from reference_torch.wrapped_forward import WrappedForward, rebound
 
 
@@ -56,7 +58,8 @@ def split_model(
     owners = {name: {part} for name, part in tracer.parts_by_registration().items()}
     if example_args is not None or example_kwargs is not None:
         spec = flatten((tuple(example_args or ()), example_kwargs or {}), 0).spec
-        owners |= tracer.trace(spec, model.training, _device(model)).parts
+        tracer.has_example = True
+        owners |= tracer.owners(tracer.trace(spec, model.training, _device(model)))
     stages = [_stage(model, tracer, part, owners) for part in range(len(cuts) + 1)]
     shared = find_shared(stages)
     for stage in stages:
@@ -86,13 +89,16 @@ MAX_TRACES = 16
 """Traces that a model stores, for different shapes of its arguments."""
 
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
 def _enclosing(model: nn.Module, cuts: Sequence[str]) -> set[str]:
     """Return the names of the submodules that enclose a cut, and of the containers of submodules in them."""
     parents = [name.split(".")[:-1] for name in cuts]
     names = {".".join(path[:end]) for path in parents for end in range(len(path) + 1)}
     for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name.rpartition(".")[0] in names:
-            names.add(name)  # it has no forward: the enclosing code calls what it contains
+        if isinstance(module, _CONTAINERS) and name.rpartition(".")[0] in names:
+            names.add(name)  # it has no forward: the enclosing code calls or reads what it contains
     return names
 
 
@@ -116,8 +122,11 @@ class _Tracer:
             }
         for parameter in model.parameters():
             fakes[id(parameter)] = nn.Parameter(fakes[id(parameter)], parameter.requires_grad)
+            fakes |= {id(tensor): self._mode.from_tensor(tensor.detach()) for tensor in _computed(model)}
         self.model = copy.deepcopy(model, fakes)
         """A copy that computes nothing and needs no memory for parameters."""
+        self.has_example = False
+        """True if example arguments decide which stage owns which submodule."""
         for name, module in self.watched(self.model):
             module.__class__ = _watched(type(module), name, _Enclosing if name in self.enclosing else _Whole, cuts)
         self._traces: dict[tuple[Any, ...], Trace] = {}
@@ -171,10 +180,24 @@ class _Tracer:
                 self.model.train(training)
             if len(self._traces) >= MAX_TRACES:
                 self._traces.pop(next(iter(self._traces)))
-            arguments = spec.with_specs()
-            buffers = self.enclosing_buffers(self.model)
-            self._traces[key] = trace(self.model, self._cuts, arguments, self._mode, device, buffers)
+            watched = self.watched(self.model)
+            enclosing = {name: module for name, module in watched if name in self.enclosing}
+            whole = {name: module for name, module in watched if name not in self.enclosing}
+            traced = TracedModel(self.model, self._cuts, self._mode, enclosing, whole)
+            self._traces[key] = trace(traced, spec.with_specs(), device)
         return self._traces[key]
+
+    def owners(self, traced: Trace) -> dict[str, set[int]]:
+        """Return the parts of submodules, parameters and buffers, by name.
+
+        A submodule that is not called belongs to the parts whose enclosing code reads its parameters.
+        """
+        found = dict(traced.parts)
+        for name, _ in self.watched(self.model):
+            readers = [parts for key, parts in traced.parts.items() if key.startswith(f"{name}.")]
+            if name not in self.enclosing and name not in found and readers:
+                found[name] = set[int]().union(*readers)
+        return found
 
 
 class _Whole:
@@ -191,9 +214,12 @@ class _Whole:
         if self._watched_name in self._watched_cuts:
             run.begin_part(self._watched_name)
         if "_stage_is_absent" in self.__dict__ and isinstance(run, PartialRun) and run.is_computing:
+            has_example = run.has_example
             raise ValueError(
                 f"split_model: expected submodule {self._watched_name!r} in stage {run.part}, which calls it, got it "
-                "in another by the order of registration; give split_model example_args"
+                f"in another by the {'example_args' if has_example else 'order of registration'}; "
+                f"{'split the model again, with' if has_example else 'give split_model'} example_args"
+                f"{' with which its code takes the same path' if has_example else ''}"
             )
         return run.submodule(self._watched_name, call, args, kwargs)
 
@@ -252,7 +278,8 @@ class _Stage:
         traced = self._stage_tracer.trace(spec, training, tensors[0].device)
         of_arguments = [(-1, place) for place in range(len(tensors))]
         numbers = traced.crossing[self._stage_part] if self._stage_part else of_arguments
-        run = PartialRun(traced, self._stage_part, dict(zip(numbers, tensors, strict=True)))
+        received = dict(zip(numbers, tensors, strict=True))
+        run = PartialRun(traced, self._stage_part, received, self._stage_tracer.has_example)
         if self._stage_part > 0:
             args, kwargs = run.arguments()
         try:
@@ -311,7 +338,9 @@ def _stage(model: nn.Module, tracer: _Tracer, part: int, owners: Mapping[str, se
 
     def build(name: str, module: nn.Module) -> nn.Module:
         if name not in tracer.enclosing:
-            return _whole(module, fakes[name], part in owners[name] or not _state(module))
+            own = [key for key, parts in owners.items() if part in parts]
+            read = {key.removeprefix(f"{name}.") for key in own if key.startswith(f"{name}.")}
+            return _whole(module, fakes[name], part in owners[name] or not _state(module), read)
         copied = _shallow_copy(module, type(fakes[name]))
         for child, submodule in module._modules.items():
             if submodule is not None:
@@ -331,18 +360,50 @@ def _stage(model: nn.Module, tracer: _Tracer, part: int, owners: Mapping[str, se
     return stage
 
 
-def _whole(module: nn.Module, fake: nn.Module, owned: bool) -> nn.Module:
-    """Return a submodule that shares everything with the model's, or has its attributes and no parameters."""
+def _whole(module: nn.Module, fake: nn.Module, owned: bool, read: set[str]) -> nn.Module:
+    """Return a submodule that shares everything with the model's, or has its attributes and few parameters.
+
+    Args:
+        module: the submodule of the model.
+        fake: the same submodule with fake parameters.
+        owned: True if the stage calls it.
+        read: parameters and buffers of it that the enclosing code of the stage reads.
+    """
     if owned:
         same = object.__new__(type(fake))
         same.__dict__ = module.__dict__
         return same
-    absent = _shallow_copy(fake, type(fake))
+    absent = _without_parameters(module, fake, read)
     absent.__dict__["_stage_is_absent"] = True
-    for registry in (absent._parameters, absent._buffers, absent._modules):
-        absent.__dict__.update(registry)
-        registry.clear()
     return absent
+
+
+def _without_parameters(module: nn.Module, fake: nn.Module, read: set[str]) -> Any:
+    """Return a submodule with fake parameters as attributes, except for those that are read."""
+    absent = _shallow_copy(fake, type(fake))
+    for registry in ("_parameters", "_buffers"):
+        for name, value in getattr(fake, registry).items():
+            if name in read:
+                getattr(absent, registry)[name] = getattr(module, registry)[name]
+            else:
+                absent.__dict__[name] = value
+                del getattr(absent, registry)[name]
+    for name, value in fake._modules.items():
+        inner = {key.partition(".")[2] for key in read if key.startswith(f"{name}.")}
+        if inner and value is not None:
+            absent._modules[name] = _without_parameters(module.get_submodule(name), value, inner)
+        else:
+            absent.__dict__[name] = absent._modules.pop(name)
+    return absent
+
+
+def _computed(model: nn.Module) -> list[Tensor]:
+    """Return the tensors in attributes that have a graph, such as a weight that torch.nn.utils.weight_norm computes."""
+    values = [value for module in model.modules() for name, value in vars(module).items() if name not in _REGISTRIES]
+    return [tensor for value in values for tensor in tensors_in(value) if not tensor.is_leaf]
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "forward")
 
 
 def _shallow_copy(module: nn.Module, kind: type) -> Any:

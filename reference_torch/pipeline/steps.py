@@ -228,8 +228,23 @@ def backward_step(
     custom_backward(output_tensor, output_tensor_grad)
     if input_tensor is None:
         return None
-    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in as_list(input_tensor)]
+    gradients = [gradient_of_received(x) for x in as_list(input_tensor)]
     return gradients[0] if isinstance(input_tensor, Tensor) else gradients
+
+
+def gradient_of_received(received: Tensor) -> Tensor:
+    """Return the gradient of a tensor that a stage received; zeros if no output depends on it.
+
+    Raises:
+        ValueError: the tensor has become the result of an operation, and what backward computes is another gradient.
+    """
+    if received.grad_fn is not None:
+        raise ValueError(
+            f"expected a tensor that a stage received, {[*received.shape]}, to stay a leaf, got the result of "
+            f"{received.grad_fn.name()}; let the torch.autograd.Function that returns it take it as an argument, or "
+            "return a new tensor"
+        )
+    return torch.zeros_like(received) if received.grad is None else received.grad
 
 
 def custom_backward(output: Tensors, grad_output: Tensors | None) -> None:

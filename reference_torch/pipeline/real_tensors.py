@@ -1,0 +1,109 @@
+"""Tensors with elements in a traced forward: every part makes them for itself, or has them from the model."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from reference_torch.pipeline.nested_values import tensors_in
+
+
+class RealTensors:
+    """The tensors that the enclosing code makes without reading arguments or parameters.
+
+    Args:
+        enclosing: submodules that enclose a cut, by name; they may have others in attributes.
+    """
+
+    def __init__(self, enclosing: Mapping[str, nn.Module]) -> None:
+        self._enclosing = enclosing
+        self._made: set[int] = set()
+        """Storages that the forward has made."""
+
+    def check_written(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Refuse to write something that only one part has into a tensor that every part makes for itself."""
+        name = getattr(function, "__name__", "")
+        in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in _IN_PLACE
+        own = in_place and args and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor)
+        if own and any(isinstance(tensor, FakeTensor) for tensor in tensors_in((args[1:], kwargs))):
+            raise ValueError(
+                "split_model: expected the code around the cuts not to write activations into a tensor that it makes "
+                f"itself, got {name!r} on a tensor {[*args[0].shape]}; make it of an activation, as x.new_zeros does, "
+                "or write the operation out of place"
+            )
+
+    @contextmanager
+    def changes(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator["Changes"]:
+        """Find which arguments a function changes, and refuse a change that every part would make once more.
+
+        Args:
+            function: the function.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
+        found = Changes(self._made, getattr(function, "__name__", str(function)), (args, kwargs))
+        yield found
+        for tensor in found.changed:
+            if _storage(tensor) not in self._made:
+                raise ValueError(
+                    f"split_model: expected the code around the cuts to change no tensor in place but its own and "
+                    f"buffers, got {found.function!r} on {self._described(tensor)}, which every stage would change; "
+                    "assign a new tensor, or register it as a buffer (register_buffer)"
+                )
+
+    def _described(self, tensor: Tensor) -> str:
+        """Return the name of the attribute with the memory of a tensor."""
+        for name, module in self._enclosing.items():
+            for key, value in vars(module).items():
+                if any(_storage(each) == _storage(tensor) for each in tensors_in(value)):
+                    return f"attribute {f'{name}.{key}'.lstrip('.')!r}"
+        return f"a tensor {[*tensor.shape]} that existed before"
+
+
+class Changes:
+    """The changes of arguments by one function.
+
+    Args:
+        made: storages that the forward has made.
+        function: name of the function.
+        arguments: its arguments.
+    """
+
+    def __init__(self, made: set[int], function: str, arguments: Any) -> None:
+        self._made = made
+        self.function = function
+        real = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor) and not isinstance(t, FakeTensor)]
+        self._versions = [(tensor, tensor._version) for tensor in real if not tensor.is_inference()]
+
+    @property
+    def changed(self) -> list[Tensor]:
+        """The tensors that the function has changed in place."""
+        return [tensor for tensor, version in self._versions if tensor._version != version]
+
+    def note(self, result: Any) -> None:
+        """Note what the function has made, in memory that is not that of its arguments."""
+        before = {_storage(tensor) for tensor, _ in self._versions}
+        self._made |= {storage for tensor in tensors_in(result) if (storage := _storage(tensor)) not in before}
+
+    def check_none(self) -> None:
+        """Refuse random numbers in place, which only one part draws, in a tensor that every part has."""
+        if self.changed:
+            raise ValueError(
+                f"split_model: expected the code around the cuts to draw random numbers into new tensors, got "
+                f"{self.function!r} on a tensor {[*self.changed[0].shape]}; use torch.rand, torch.randn or "
+                "torch.bernoulli"
+            )
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return what identifies the memory of a tensor; sparse ones have several parts."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return -id(tensor)
+
+
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
