@@ -90,16 +90,20 @@ class SavedMemory:
     def holds_unchanged(self, storage: UntypedStorage) -> bool:
         """Return True if this is the memory of ``storage`` and has not changed since it was saved."""
         is_same = self._device_storage is not None and self._device_storage._cdata == storage._cdata
-        return is_same and all(alias._version == version for alias, version in self._watched)
+        return is_same and not self._is_changed
 
     def evict(self) -> int:
-        """Start the copy to the host if the host has no copy yet, and return the number of bytes copied."""
+        """Start the copy to the host if the host has no copy yet, and return the number of bytes copied.
+
+        A memory that was modified since stays on the device, where the read of backward finds that.
+        """
         if self._device_storage is None or self._outgoing is not None:
             return 0
         if self._host is not None:  # fetched before, so the host has a valid copy
             self._device_storage = None
             return 0
-        self._check_unchanged()
+        if self._is_changed:
+            return 0
         self._host = self._pool.take(self.nbytes)
         self._outgoing = self._link.copy(self._host, self._device_storage)
         return self.nbytes
@@ -115,7 +119,10 @@ class SavedMemory:
         except OffloadError:
             self._host = None
             raise
-        self._check_unchanged()
+        if self._is_changed and self._host is not None:
+            self._pool.give_back(self._host)
+            self._host = None
+            return
         self._device_storage = None
         self._watched = []
 
@@ -162,10 +169,10 @@ class SavedMemory:
                 f"variables needed for gradient computation is at version {alias._version}; expected version {version})"
             )
 
-    def _check_unchanged(self) -> None:
-        """Check all recorded tensors; see check_unchanged."""
-        for index in range(len(self._watched)):
-            self.check_unchanged(index)
+    @property
+    def _is_changed(self) -> bool:
+        """True if a recorded tensor was modified since it was saved."""
+        return any(alias._version != version for alias, version in self._watched)
 
 
 class ActivationGroup:

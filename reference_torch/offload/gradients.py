@@ -132,7 +132,12 @@ class OffloadedGradients:
         """Return the memory of a parameter's present gradient, or None if that gradient never moved."""
         gradient = parameter.grad
         memory = self._memories.get(id(parameter))
-        if memory is not None and memory.tensors[0] is not gradient:
+        if memory is not None and memory.tensors[0] is gradient and not memory.has_own_storage:  # by .data =
+            del self._memories[id(parameter)]
+            self._host[id(parameter)] = memory.host
+            memory.forget_tensors()
+            memory = None
+        elif memory is not None and memory.tensors[0] is not gradient:
             del self._memories[id(parameter)]
             if memory.is_dropped:
                 self._host[id(parameter)] = memory.host  # copies run in order, so one that still runs does no harm

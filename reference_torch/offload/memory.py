@@ -192,6 +192,12 @@ class OffloadedMemory:
         return references <= 1 and internals.tensor_holders(self.tensors[0]) <= 1
 
     @property
+    def has_own_storage(self) -> bool:
+        """True unless a tensor has been given another storage."""
+        address = self.device_storage._cdata
+        return all(internals.storage_address(tensor) == address for tensor in self.tensors)
+
+    @property
     def is_changed(self) -> bool:
         """True if the tensors changed after they were copied to the host."""
         return self._is_on_device and self._copied_at != self._version
@@ -373,7 +379,7 @@ class OffloadedMemory:
 
     def _check_storage(self) -> None:
         """Raise an OffloadError if a tensor has been given another storage."""
-        if any(internals.storage_address(tensor) != self.device_storage._cdata for tensor in self.tensors):
+        if not self.has_own_storage:
             raise OffloadError(
                 f"{self.name}: expected to stay in its memory, got another (by .data = or Module.to); close() the "
                 "manager before, and register the layer with a new manager afterwards"

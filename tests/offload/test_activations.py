@@ -168,6 +168,20 @@ def test_an_activation_written_after_it_was_kept_is_named(when, managers, monkey
         run()
 
 
+@pytest.mark.parametrize("while_it_leaves", [False, True])
+def test_a_value_written_in_place_without_a_backward_is_no_error(managers, monkeypatch, while_it_leaves):
+    """As in the plain model, only a backward that reads the value fails; other values of the layer are moved."""
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+    managers(layers, 0, parameters=False, **MOVED)
+    monkeypatch.setattr(Link, "delay", lambda self, nbytes: 0.02 if while_it_leaves else 0.0)
+    x = torch.ones(2, 4)
+    for layer in layers:
+        x = layer(x)
+        x += 1
+    with pytest.raises(OffloadError, match=r"backward: expected values saved for backward unchanged, got one modified"):
+        x.sum().backward()
+
+
 def test_what_a_checkpoint_drops_stays_dropped(managers):
     """Neither PyTorch's nor ours is defeated by offload inside it."""
 

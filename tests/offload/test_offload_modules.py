@@ -129,6 +129,30 @@ def test_writes_to_gradients_that_no_version_counts(write):
     assert all(torch.equal(ours, plain) for ours, plain in zip(run(True), run(False), strict=True))
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_gradients_may_get_other_memory(reads):
+    """By ``.data =``, as some optimizers and clipping functions do, between backwards too."""
+
+    def run(offload: bool) -> list[torch.Tensor]:
+        model = linear_layers()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        manager = offload_modules(model, ["*"], gradients=True, num_prefetch_layers=0) if offload else None
+        for _ in range(2):
+            for step in range(2):
+                model(torch.full((1, 4), 1.0 + step)).square().sum().backward()
+                for p in model.parameters():
+                    if reads:
+                        p.grad.norm()
+                    p.grad.data = p.grad * 0.5
+            optimizer.step() if manager is None else manager.step(optimizer)
+        found = [x.clone() for p in model.parameters() for x in (p.detach(), p.grad)]
+        if manager is not None:
+            manager.close()
+        return found
+
+    assert all(torch.equal(ours, plain) for ours, plain in zip(run(True), run(False), strict=True))
+
+
 def test_gradients_that_are_dropped_need_no_garbage_collection():
     model = linear_layers()
     manager = offload_modules(model, ["*"], gradients=True)
