@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.fuzz.grammars._modules_parts import WIDTH, call, make
+from tests.fuzz.grammars._modules_parts import WIDTH, Remembering, call, cubed, make
 
 TOKENS = 11
 
@@ -65,6 +65,14 @@ class Program:
     techniques: tuple[Technique, ...]
     actions: tuple[tuple[str, int], ...]
     """Names of actions, each with a number that determines its choices."""
+
+
+@dataclass
+class Found:
+    """An output of the model that is no pytree."""
+
+    logits: Tensor
+    extra: dict[str, Tensor]
 
 
 class _BreaksInBackward(torch.autograd.Function):
@@ -129,13 +137,16 @@ class Model(nn.Module):
             self.blocks = nn.Sequential(*blocks)
         else:
             self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(WIDTH)
+        self.norm = Remembering(WIDTH)
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
         if program.tied:
             self.head.weight = self.embed.weight
         if program.around == "parameter":
             self.positions = nn.Parameter(torch.randn(4, WIDTH))
+        elif program.around == "parameter list":
+            self.gains = nn.ParameterList([torch.randn(WIDTH), torch.randn(WIDTH)])
         self.register_buffer("steps", torch.zeros(()))
+        self.generator = torch.Generator()
 
     @property
     def listed(self) -> list[Block]:
@@ -153,13 +164,27 @@ class Model(nn.Module):
         elif around == "buffer":
             self.steps += 1
             x = x * (1 + 1 / self.steps)
+        elif around == "parameter list":
+            x = x * self.gains[0]
+        elif around == "generator":
+            x = x + 0.1 * torch.randn(WIDTH, generator=self.generator, dtype=x.dtype)
+        elif around == "autograd function":
+            x = cubed(x)
         elif around == "positions":
             x = x + torch.arange(ids.shape[1]).to(x.dtype)[:, None] * 0.1
         first = x
         x, extra = self._run_blocks(x, mask)
         if around == "skip":
             x = x + first
+        elif around == "parameter list":
+            x = x * self.gains[1] + self.gains[0]
         y = self.head(self.norm(x))
+        if around == "attribute":
+            y = y + self.norm.seen
+        elif around == "tied by a function":
+            y = y + nn.functional.linear(x, self.embed.weight)
+        if self.program.output == "object":
+            return Found(y, {"extra": extra, "hidden": x, "first": first})
         if self.program.output == "dict":
             return {"logits": y, "extra": extra, "hidden": x}
         return (y, extra) if self.program.output == "tuple" else y + extra

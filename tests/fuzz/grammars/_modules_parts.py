@@ -115,11 +115,28 @@ class _Cubed(torch.autograd.Function):
         return gradients[0] * 3 * y**2 * (1 - y**2) + 0 * x
 
 
+cubed: Any = _Cubed.apply
+
+
 class OwnFunction(nn.Module):
     """An autograd function of the user."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Cubed.apply(x)  # pyright: ignore[reportReturnType]
+        return cubed(x)
+
+
+class Remembering(nn.RMSNorm):
+    """A norm that leaves a value in an attribute for the code around it."""
+
+    seen: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.seen = y.square().mean()
+        return y
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"seen": None}
 
 
 class Recurrent(nn.Module):

@@ -15,7 +15,7 @@ from reference_torch.added_connections import add_hyper_connections
 from reference_torch.offload import offload_modules
 from reference_torch.pipeline import split_model
 from reference_torch.recompute import recompute_modules
-from tests.fuzz.grammars._modules_model import TOKENS, Broken, Program, Technique, build, core
+from tests.fuzz.grammars._modules_model import TOKENS, Broken, Found, Program, Technique, build, core
 
 ADDED = ".hyper_connection."
 BATCH = 2
@@ -43,6 +43,8 @@ class Run:
     def act(self, name: str, number: int) -> dict[str, Any] | Exception:
         """Execute an action and return its result or its exception."""
         torch.manual_seed(number)
+        for part in self.parts:
+            core(part).generator.manual_seed(number)
         try:
             found = getattr(self, "_" + name.replace(" ", "_"))(number)
         except Exception as error:
@@ -146,6 +148,7 @@ class Run:
             value = self.stages[0](*args, **kwargs)
             for stage in self.stages[1:]:
                 value = stage(*value)
+        value = vars(value) if isinstance(value, Found) else value
         return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
     @staticmethod

@@ -17,7 +17,10 @@ from tests.fuzz.grammars._modules_run import Run
 from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
 
 CONTAINERS = ("list", "sequential", "dict")
-AROUND = ("nothing", "parameter", "noise", "buffer", "positions", "skip")
+AROUND = (
+    *("nothing", "parameter", "noise", "buffer", "positions", "skip", "parameter list", "tied by a function"),
+    *("generator", "autograd function", "attribute"),
+)
 TECHNIQUES = {
     ("recompute",): 4,
     ("offload",): 4,
@@ -101,7 +104,7 @@ def draw(rng: np.random.Generator) -> Program:
         shared_part=shared,
         repeated=bool(not simple and not hyper and rng.random() < 0.1),
         around=around,
-        output=str(rng.choice(["tensor", "tuple", "dict"], p=[0.6, 0.2, 0.2])),
+        output=str(rng.choice(["tensor", "tuple", "dict", "object"], p=[0.4, 0.2, 0.2, 0.2])),
         dtype="float32" if "autocast" in actions else "float64",
         optimizer="adamw" if techniques != ("hyper",) and rng.random() < 0.5 else "sgd",
         techniques=tuple(_technique(rng, name, names, blocks, techniques, shared) for name in techniques),
