@@ -93,7 +93,8 @@ def _with_limits(rng: np.random.Generator, p: Program) -> Program:
     if p.kind == "modules" and p.loss == "of the last stage":
         p = replace(p, loss="squares")
     if p.replicas > 1:
-        p = replace(p, backend="shard_map", stages=tuple(_of_one_sample(spec) for spec in p.stages))
+        loss = "squares" if p.loss == "sum" else p.loss  # losses are means over the replicas
+        p = replace(p, backend="shard_map", loss=loss, stages=tuple(_of_one_sample(spec) for spec in p.stages))
     if p.ranks == 1:
         p = replace(p, backend="shard_map")
     if p.backend == "pmap":
@@ -115,7 +116,7 @@ def _of_one_sample(spec: StageSpec) -> StageSpec:
     mixing = ("over samples", "branches", *STATEFUL)
     operations = tuple("identity" if name == "over samples" or name == "branches" else name for name in spec.operations)
     operations = tuple("sine" if name in mixing else name for name in operations)
-    return spec._replace(operations=operations)
+    return spec._replace(operations=operations, output="array" if spec.output == "scalar" else spec.output)
 
 
 def _is_stateful(p: Program) -> bool:
