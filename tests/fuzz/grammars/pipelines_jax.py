@@ -22,6 +22,8 @@ VIRTUAL = tuple(name for name in SCHEDULES if name.startswith("interleaved"))
 FUSED = ("none", "1f1b", "interleaved")
 """Schedules that fused slots accept."""
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb1p", "dualpipe-v")
+WITHOUT_SAMPLES = ("scalar", "constant", "empty")
+"""Forms of messages with arrays that have no axis of samples."""
 HARD_CASES = frozenset(
     {"functions", "modules", "state", "shared", "replicas", "jit", "pmap", "fused", "inputs kept", "split backward"}
     | {"evaluate", "forward", "equal stages", "one rank", "float32", "sum", "loss of the last stage", "evaluation mode"}
@@ -116,7 +118,7 @@ def _of_one_sample(spec: StageSpec) -> StageSpec:
     mixing = ("over samples", "branches", *STATEFUL)
     operations = tuple("identity" if name == "over samples" or name == "branches" else name for name in spec.operations)
     operations = tuple("sine" if name in mixing else name for name in operations)
-    return spec._replace(operations=operations, output="array" if spec.output == "scalar" else spec.output)
+    return spec._replace(operations=operations, output="array" if spec.output in WITHOUT_SAMPLES else spec.output)
 
 
 def _is_stateful(p: Program) -> bool:
