@@ -172,7 +172,7 @@ class OffloadedGradients:
         return is_dense and gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
-def _call_with(note: Callable[[nn.Parameter], None], reference: "weakref.ref[nn.Parameter]", _: Tensor) -> None:
+def _call_with(note: Callable[[nn.Parameter], None], reference: "weakref.ref[nn.Parameter]", _: Tensor | None) -> None:
     """Call a function with a parameter that is still alive, as a hook of its gradient."""
     parameter = reference()
     if parameter is not None:

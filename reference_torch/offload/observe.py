@@ -186,7 +186,7 @@ class LayerObserver:
         """Return the indices of the parameters whose gradients the running backward computes."""
         return {index for index in self._watched if _is_reached(gradient_node(self.parameters[index]))}
 
-    def _note_gradient(self, index: int, _: Tensor) -> None:
+    def _note_gradient(self, index: int, _: Tensor | None) -> None:
         """Record that the gradient of a parameter exists."""
         if self.backward is not None:
             self.backward.missing.discard(index)

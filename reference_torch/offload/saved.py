@@ -52,7 +52,7 @@ def guard_saved(
             activation = activations.pack(group, tensor)
             if activation is not None:
                 return activation
-        is_checkpoint = outer is not None and outer[1].__module__ == "torch.utils.checkpoint"
+        is_checkpoint = outer is not None and getattr(outer[1], "__module__", None) == "torch.utils.checkpoint"
         # Detach, because a saved output that held its own graph node would be a reference cycle. A checkpoint would
         # detach a parameter itself, and the memory would not know that alias.
         is_detached = tensor.grad_fn is not None or (memory is not None and is_checkpoint)

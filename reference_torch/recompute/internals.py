@@ -42,7 +42,7 @@ def torch_checkpoint() -> Any:
     Hooks of recompute and offload pass values on to those around them, which their attribute ``outer`` holds.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
-    while hooks is not None and hooks[0].__module__ != "torch.utils.checkpoint":
+    while hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
         hooks = getattr(hooks[0], "outer", None)
     return None if hooks is None else hooks[0]
 
