@@ -33,6 +33,10 @@ class Broken(RuntimeError):
     """The exception that a program raises on purpose."""
 
 
+class Interruption(BaseException):
+    """An interruption as by Ctrl-C, after which PyTorch runs no hooks."""
+
+
 class _BreaksInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -62,6 +66,9 @@ class _Layer(nn.Module):
             self.register_buffer("shift", torch.randn(WIDTH, generator=generator), persistent=False)
         if kind == "batchnorm":
             self.norm = nn.BatchNorm1d(WIDTH)
+        if kind == "adapted":
+            self.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+            self.variance = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
         if kind == "frozen":
             self.weight.requires_grad_(False)
         if kind == "complex":
@@ -70,6 +77,8 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.breaks == "forward":
             raise Broken("forward")
+        if self.breaks == "interruption":
+            raise Interruption
         y = x @ self.weight.t() if self.kind == "view" else nn.functional.linear(x, self.weight)
         if self.kind == "mlp":
             y = self.inner(torch.tanh(y + self.bias))
@@ -80,6 +89,8 @@ class _Layer(nn.Module):
             y = y + self.shift * self.count
         elif self.kind == "batchnorm":
             y = self.norm(y)
+        elif self.kind == "adapted":
+            y = nn.functional.batch_norm(y, self.mean, self.variance, training=True)
         elif self.kind == "scale":
             y = y * self.weight.sum(0)
         elif self.kind == "complex":

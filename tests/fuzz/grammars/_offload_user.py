@@ -1,5 +1,6 @@
 """The actions of a user on a model, with and without an offload manager."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from reference_torch.offload import TensorOffloadManager
-from tests.fuzz.grammars._offload_model import Broken, Model, Program
+from tests.fuzz.grammars._offload_model import Broken, Interruption, Model, Program
 from tests.fuzz.harness import Wrong
 
 BATCH = 3
@@ -173,6 +174,38 @@ class Run:
     def _raise_in_forward(self, number: int) -> dict[str, Any]:
         self.model.layers[number % len(self.model.layers)].breaks = "forward"
         return {"loss": self._loss(number)}
+
+    def _interrupt(self, number: int) -> None:
+        """Interrupt a forward, inside of the hooks of others in half of the programs."""
+        self.model.layers[number % len(self.model.layers)].breaks = "interruption"
+        hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
+        with contextlib.suppress(Interruption), hooks if number % 2 else contextlib.nullcontext():
+            self._loss(number)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise Wrong("an interrupted forward left saved-tensor hooks")
+
+    def _train_only_norms(self, number: int) -> dict[str, Any]:
+        """Train with norms in training and everything else evaluated."""
+        for part in self.model.modules():
+            part.train(isinstance(part, nn.BatchNorm1d))
+        try:
+            return self._train(number)
+        finally:
+            self.model.train()
+
+    def _hook(self, number: int) -> None:
+        """Let hooks of backward write parameters past their version counters."""
+        layer = self.model.layers[number % len(self.model.layers)]
+        part = [*layer.modules()][number % 2 - 1]
+
+        def shrink(*_: object) -> None:
+            for parameter in layer.parameters():
+                parameter.data.mul_(0.75)
+
+        if number % 3:
+            part.register_full_backward_hook(shrink)
+        else:
+            next(p for p in self.model.layers.parameters() if p.requires_grad).register_hook(shrink)
 
     def _raise_in_backward(self, number: int) -> None:
         self.model.layers[number % len(self.model.layers)].breaks = "backward"

@@ -17,7 +17,7 @@ from tests.fuzz.grammars._offload_model import Program
 from tests.fuzz.grammars._offload_user import ALIASES, Run, alias_of
 from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
 
-LAYERS = ("mlp", "bias", "buffer", "batchnorm", "scale", "frozen", "complex", "dropout", "view")
+LAYERS = ("mlp", "bias", "buffer", "batchnorm", "adapted", "scale", "frozen", "complex", "dropout", "view")
 ORDERS = ("plain", "twice", "reversed", "parallel", "checkpoint", "reentrant", "region")
 TIES = ("none", "layers", "head", "whole layer")
 OPTIMIZERS = ("sgd", "adamw", "adamw fused", "adamw foreach", "in backward")
@@ -31,6 +31,9 @@ ACTIONS = {
     "optimizer step": 3,
     "raise in forward": 2,
     "raise in backward": 2,
+    "interrupt": 2,
+    "train only norms": 2,
+    "hook": 2,
     "alias": 6,
     "write alias": 3,
     "drop aliases": 1,
@@ -106,14 +109,15 @@ def features(program: Program) -> Iterable[str]:
 
 
 @contextlib.contextmanager
-def _reentrant_checkpoints_do_not_warn() -> Iterator[None]:
-    """The reentrant checkpoint of PyTorch warns about inputs without gradient, also in the plain program."""
+def _inputs_without_gradient_do_not_warn() -> Iterator[None]:
+    """Reentrant checkpoints and hooks of backward warn about inputs without gradient, also in the plain program."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
         yield
 
 
-@_reentrant_checkpoints_do_not_warn()
+@_inputs_without_gradient_do_not_warn()
 def check(program: Program) -> Outcome:
     """Run the actions on both models, and compare their results."""
     threads = threading.active_count()
