@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from reference_torch.pipeline.attribute_reads import AttributeReads
 from reference_torch.pipeline.nested_values import tensors_in
 from reference_torch.pipeline.partial_forward import Event, Number, Run, Trace, has_fake, name_of
 from reference_torch.pipeline.payloads import TensorSpec
@@ -347,11 +348,14 @@ def trace(traced: TracedModel, arguments: Any, device: torch.device | str) -> Tr
         tensor._number = name  # pyright: ignore[reportAttributeAccessIssue]
     try:
         hooks = saved_tensors_hooks(_without_graph, lambda tensor: tensor)
-        with _disable_current_modes(), hooks, run.randomness, run:
-            output = traced.model(*args, **kwargs)
-            run.check_randomness("at its end")
-            run.use(output)
-            run.trace.output = pytree.tree_structure(output)
+        reads = AttributeReads(traced.whole)
+        with reads:
+            with _disable_current_modes(), hooks, run.randomness, run:
+                output = traced.model(*args, **kwargs)
+                run.check_randomness("at its end")
+                run.use(output)
+                run.trace.output = pytree.tree_structure(output)
+            reads.check(run.trace.parts)
         run.check_buffers({name: module._buffers[key] for name, (module, key) in owners.items()})
     except Exception as error:
         if not isinstance(error, ValueError) or not str(error).startswith(("cuts", "split_model")):

@@ -182,13 +182,16 @@ class OldWeightNorm(Model):
 
 
 class ReadInOneStage(Model):
-    """An attribute that a submodule sets and the same stage reads."""
+    """Attributes that a submodule sets and the same stage reads."""
 
     def make(self) -> None:
         self.c = Auxiliary()
+        self.a = Counting()
 
     def forward(self, x):
-        return self.c(self.b(self.a(x))) + self.c.loss
+        earlier = self.a.last
+        y = self.b(self.a(x) * self.a.calls * self.a.last * earlier)
+        return self.c(y) + self.c.loss
 
 
 class Auxiliary(nn.Module):
@@ -275,6 +278,40 @@ class Losses(Model):
         return self.c(self.b(self.a(x))) + self.a.loss + self.b.loss
 
 
+class Counting(nn.Linear):
+    """A linear map that counts its calls, and holds its last mean."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls, self.last = 0, torch.ones(())
+
+    def forward(self, x):
+        self.calls += 1
+        y = super().forward(x)
+        self.last = y.mean().detach()
+        return y
+
+
+class Calls(Model):
+    """A count of another stage."""
+
+    def make(self) -> None:
+        self.a = Counting()
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)) * self.a.calls)
+
+
+class State(Calls):
+    """What a submodule of the last stage has set in the previous call."""
+
+    def make(self) -> None:
+        self.c = Counting()
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x) * self.c.last))
+
+
 class TwoDraws(Generators):
     def forward(self, x):
         h = self.b(self.a(x) + torch.rand(WIDTH, generator=self.generator))
@@ -336,6 +373,10 @@ class Refused(NamedTuple):
 
 REFUSED = {
     "attribute of a submodule": Refused(Losses, r"got attribute 'a\.loss', which a submodule sets in stage 0; return"),
+    "count of a submodule": Refused(
+        Calls, r"in stage 1 .* got attribute 'a\.calls', which a submodule sets in another"
+    ),
+    "state of a submodule": Refused(State, r"in stage 0 .* got attribute 'c\.last', which a submodule sets in another"),
     "generator in two stages": Refused(TwoDraws, r"draws in the stages 0 and 2, .*; draw all before the first cut"),
     "random of Python": Refused(Mixed, "a draw from Python's random or from NumPy .* draw in a submodule"),
     "random of NumPy": Refused(MixedByNumPy, "a draw from Python's random or from NumPy .* draw in a submodule"),
@@ -362,6 +403,16 @@ def test_the_trace_draws_nothing(unchecked_shapes):
     seed()
     split_model(model, ["c"], (batches()[0],))
     assert (random.random(), np.random.random(), torch.rand(())) == expected
+
+
+def test_every_trace_starts_from_the_same_attributes():
+    """In train mode and in eval mode."""
+    plain, x = ReadInOneStage(), batches()[0]
+    first, second = split_model(ReadInOneStage(), ["b"], (x,))
+    for mode in (True, False):
+        for part in (plain, first, second):
+            part.train(mode)
+        assert torch.equal(second(*first(x)), plain(x))
 
 
 def test_a_model_that_ran_is_split():
