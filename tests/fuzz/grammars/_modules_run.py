@@ -332,7 +332,8 @@ class Run:
         def collect(module: nn.Module, args: Any, output: Any) -> None:
             seen.extend(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
-        hooks = [part.norm.register_forward_hook(collect) for part in core(self.model).listed]
+        owners = self.parts if self.is_copy else [self.model]  # copied stages share nothing with the model
+        hooks = [block.norm.register_forward_hook(collect) for part in owners for block in core(part).listed]
         try:
             loss = self._loss(self._forward(number)) + sum(output.mean() for output in seen)
         finally:
