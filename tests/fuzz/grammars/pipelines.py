@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch._dynamo  # torch.utils.checkpoint loads it on first use, which is not a leak
 
-from diptych.plans.schedule.named import check_sizes
 from diptych.plans.schedule.placement import SCHEDULES, V_SCHEDULES
 from parity.tolerances import GRADIENT
 from reference_torch import rank_pool
@@ -30,6 +29,7 @@ from tests.fuzz.grammars._pipeline_stages import (
 )
 from tests.fuzz.grammars._pipeline_steps import Cut, Result
 from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
+from tests.fuzz.schedules import VIRTUAL, enough_microbatches, stages_per_rank
 
 JOB = "tests.fuzz.grammars._pipeline_steps:run"
 SECONDS = 15.0
@@ -38,8 +38,6 @@ GRACE = 0.15
 """Seconds in which the other ranks must answer after the first error."""
 SHARE = {"bfloat16": 1.0, "float32": 1e-2, "float64": 1e-2}
 """Share of the largest gradient norm below which terms cancel; see parity.tolerances.GRADIENT_FLOOR."""
-VIRTUAL = tuple(name for name in SCHEDULES if name.startswith("interleaved"))
-"""Schedules with any number of stages per rank."""
 
 RARE = ("input in place", "input view in place", "reused scratch", "identity", "unused", "cube", "exp", "checkpoint")
 """Rare operations: in place, without parameters that learn in a first stage, or slow."""
@@ -73,10 +71,8 @@ def draw(rng: np.random.Generator) -> Program:
     """Draw a program."""
     name = str(rng.choice([name for name in SCHEDULES if name not in ("none", *VIRTUAL)] + [*VIRTUAL] * 2 + ["none"]))
     p = 1 if name == "none" else int(rng.choice([2, 2, 2, 3, 4]))
-    v = 2 if name in V_SCHEDULES else int(rng.integers(2, 4)) if name in VIRTUAL else 1
-    m = int(rng.integers(1, 7))
-    while not _accepted(name, p, m, v):
-        m += 1
+    v = stages_per_rank(rng, name)
+    m = enough_microbatches(name, p, int(rng.integers(1, 7)), v)
     dtype = str(rng.choice(["float64", "float64", "float32"]))
     program = Program(
         p,
@@ -96,14 +92,6 @@ def draw(rng: np.random.Generator) -> Program:
         overlap=rng.random() < 0.8,
     )
     return _with_rarities(rng, program)
-
-
-def _accepted(name: str, p: int, m: int, v: int) -> bool:
-    try:
-        check_sizes(name, p, m, v)
-    except ValueError:
-        return False
-    return True
 
 
 def _draw_stage(rng: np.random.Generator) -> StageSpec:

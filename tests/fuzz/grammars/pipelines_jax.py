@@ -10,15 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from diptych.plans.schedule.named import check_sizes
-from diptych.plans.schedule.placement import SCHEDULES, V_SCHEDULES
+from diptych.plans.schedule.placement import SCHEDULES
 from tests.fuzz.grammars._pipelines_jax_run import LOSSES, Program
 from tests.fuzz.grammars._pipelines_jax_stages import MESSAGES, MODULES, OPERATIONS, STATEFUL, StageSpec
 from tests.fuzz.harness import Outcome
 from tests.fuzz.jax_child import run_in_child
+from tests.fuzz.schedules import VIRTUAL, enough_microbatches, stages_per_rank
 
-VIRTUAL = tuple(name for name in SCHEDULES if name.startswith("interleaved"))
-"""Schedules with any number of stages per rank."""
 FUSED = ("none", "1f1b", "interleaved")
 """Schedules that fused slots accept."""
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb1p", "dualpipe-v")
@@ -36,13 +34,11 @@ def draw(rng: np.random.Generator) -> Program:
     is_functions = rng.random() < 0.6
     name = _choice(rng, [name for name in SCHEDULES if name not in ("none", *VIRTUAL)] + [*VIRTUAL] * 2)
     ranks = 1 if rng.random() < 0.06 else _choice(rng, [2, 2, 2, 3, 4])
-    v = 2 if name in V_SCHEDULES else int(rng.integers(2, 4)) if name in VIRTUAL else 1
+    v = stages_per_rank(rng, name)
     if ranks == 1:
         name = "none"
         v = 2
-    m = int(rng.integers(1, 5))
-    while not _accepted(name, ranks, m, v):
-        m += 1
+    m = enough_microbatches(name, ranks, int(rng.integers(1, 5)), v)
     parts = [*OPERATIONS] if is_functions else [*MODULES]
     forms = [*MESSAGES]
     stages = [
@@ -80,14 +76,6 @@ def draw(rng: np.random.Generator) -> Program:
 
 def _choice(rng: np.random.Generator, options: Any) -> Any:
     return options[rng.integers(len(options))]
-
-
-def _accepted(name: str, p: int, m: int, v: int) -> bool:
-    try:
-        check_sizes(name, p, m, v)
-    except ValueError:
-        return False
-    return True
 
 
 def _with_limits(rng: np.random.Generator, p: Program) -> Program:
