@@ -67,7 +67,7 @@ EVERY = {
     "tests/test_training.py::test_twenty_steps_are_adamw_by_hand": 3,
     "tests/test_decoding.py::test_prefill_and_single_steps_are_the_whole_forward": 3,
     # Long beside what they see; other tests of make test see it in other places.
-    "tests/recompute/test_blocks.py::test_r21_outside_the_scope_a_hook_tensor_without_gradient_ends_in_right_gradients": 5,
+    "tests/recompute/test_blocks.py::test_r21_outside_the_scope_a_hook_tensor_without_gradient_ends_in_right_gradients": 5,  # noqa: E501
     "tests/recompute/test_reading.py::test_r08_inside_the_scope_never_a_crash": 2,
     "tests/offload/test_offload_modules_jax.py::test_what_an_optimizer_takes_besides_gradients_is_passed_on": 0,
     "tests/offload/test_offload_modules_jax.py::test_second_derivatives_of_moved_activations_are_an_error_of_jax": 0,
