@@ -27,7 +27,9 @@ PREFIX = "recompute_modules/"
 _LABEL = "recompute_label"
 """Attribute of a module with recompute: the pattern of its name, equal for all modules of a pattern, so that modules
 with equal structure can still be stacked."""
-_OUTSIDE, _INSIDE, _OFF = "outside", "inside", "off"
+_OUTSIDE = "outside"
+_INSIDE = "inside"
+_OFF = "off"
 _place_of_call = jax.make_user_context(_OUTSIDE)
 """Whether a chosen submodule is called outside of its block, inside, or while recompute is switched off. It is part of
 the keys of JAX's caches, so that a program that was traced in one place is not used in another."""

@@ -242,7 +242,8 @@ class OffloadedMemory:
         """Record a write if the bytes differ from those on the host; on a GPU, which a read would wait for, always."""
         if not self._is_on_device or self.is_changed:
             return
-        here, there = self.device_storage, self.host
+        here = self.device_storage
+        there = self.host
         is_cpu = here.device.type == "cpu"
         if not is_cpu or string_at(here.data_ptr(), self.nbytes) != string_at(there.data_ptr(), self.nbytes):
             self.note_change()

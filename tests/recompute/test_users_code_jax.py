@@ -66,10 +66,9 @@ def assert_plain_gradients(make, technique) -> None:
     """Check that a model has the gradients of the plain one."""
     expected = gradients(make())
     model = make()
-    handle = technique(model)
+    technique(model)
     for ours, theirs in zip(gradients(model), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
-    assert handle is not None
 
 
 def saved_by(model) -> int:
@@ -258,7 +257,7 @@ def test_a_checkpoint_inside_of_another_operation_still_drops_its_values(place, 
     kind = type("Checkpointed", (Checkpointed,), {"place": place})
     model = Model(kind(), lambda part, x: part(x))
     plain = saved_by(model)
-    assert TECHNIQUES[technique](model)
+    TECHNIQUES[technique](model)
     assert saved_by(model) <= plain
     assert_plain_gradients(lambda: Model(kind(), lambda part, x: part(x)), TECHNIQUES[technique])
 
