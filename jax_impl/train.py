@@ -35,6 +35,7 @@ from diptych.plans.checkpoint import (
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
+from diptych.plans.tensor_parallel import check_one_rank
 from diptych.plans.training import (
     CLIP_EPSILON,
     StepResult,
@@ -75,6 +76,7 @@ class Trainer:
     def __init__(
         self, config: TransformerConfig, train_config: TrainConfig, corpus: Corpus, mesh: Mesh | None = None
     ) -> None:
+        check_one_rank(config, "the JAX backend")
         corpus.check(config.seq_length, config.vocab_size)
         self.config = config
         self.train_config = train_config

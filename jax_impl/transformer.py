@@ -20,6 +20,7 @@ from diptych.plans.model.parameters import embedding_spec
 from diptych.plans.model.philox import attention_site, mlp_site
 from diptych.plans.model.sampling import check_inputs
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
+from diptych.plans.tensor_parallel import check_one_rank
 from jax_impl.balance import Collected, join_balance, split_balance
 from jax_impl.cache import DecodingCache, cached_length
 from jax_impl.documents import pack_documents
@@ -294,6 +295,7 @@ class GPTModel(nnx.Module):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> None:
+        check_one_rank(config, "the JAX backend")
         self.config = config
         self.pre_process = pre_process
         self.post_process = post_process

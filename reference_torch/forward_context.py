@@ -11,6 +11,7 @@ from reference_torch.cache import DecodingCache
 from reference_torch.documents import PackedDocuments
 from reference_torch.ops import DropoutState
 from reference_torch.recompute import SAVE_ALL, BlockRecomputation
+from reference_torch.tensor_parallel import WHOLE, TensorParallel
 
 
 class ForwardContext(NamedTuple):
@@ -29,5 +30,7 @@ class ForwardContext(NamedTuple):
     """State of the previous tokens, changed in place; None: there are none."""
     balance: Collected | None = None
     """Sum to which layers of experts add their load-balancing loss; None: they compute none."""
+    tensor_parallel: TensorParallel = WHOLE
+    """The ranks that share the layers."""
     recompute: BlockRecomputation = SAVE_ALL
     """Values to drop after forward, and the manager that recomputes them in backward."""

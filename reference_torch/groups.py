@@ -4,7 +4,7 @@ diptych.plans.mesh.MESH_AXES defines the order of the ranks.
 """
 
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -34,7 +34,9 @@ class ProcessGroups(NamedTuple):
     cp: ProcessGroup | None = None
     """Ranks with the same stages that share the sequences of this rank, in order of their parts; None: there is one."""
     dp_cp: ProcessGroup | None = None
-    """All ranks with the same stages; None without context parallelism."""
+    """All ranks with the same stages and the same part of them; None without context parallelism."""
+    tp: ProcessGroup | None = None
+    """Ranks that share the layers of this rank, in the order of their parts; None: there is one."""
 
     @property
     def pp_rank(self) -> int:
@@ -57,13 +59,18 @@ class ProcessGroups(NamedTuple):
         return 1 if self.cp is None else self.cp.size()
 
     @property
+    def tp_rank(self) -> int:
+        """Part of the layers that this process has."""
+        return 0 if self.tp is None else dist.get_rank(self.tp)
+
+    @property
     def with_same_stages(self) -> ProcessGroup | None:
         """Ranks with the same stages, over which gradients are summed."""
         return self.dp if self.cp is None else self.dp_cp
 
 
 def make_mesh(config: TransformerConfig, device_type: str = "cpu") -> DeviceMesh | None:
-    """Return the mesh of all processes with axes ("dp", "cp", "pp"), or None for one process.
+    """Return the mesh of all processes with the axes of diptych.plans.mesh.MESH_AXES, or None for one process.
 
     Args:
         config: configuration of the model.
@@ -86,13 +93,23 @@ def make_groups(config: TransformerConfig, mesh: DeviceMesh | None) -> ProcessGr
     """
     if mesh is None:
         return ProcessGroups()
-    pp, dp, cp = (mesh.get_group(name) if axis_size(mesh, name) > 1 else None for name in ("pp", "dp", "cp"))
-    ranks = mesh.mesh.flatten(0, -2)  # [dp * cp, pp]
+    pp, dp, cp, tp = (mesh.get_group(name) if axis_size(mesh, name) > 1 else None for name in ("pp", "dp", "cp", "tp"))
+    ranks = _ranks_by_axis(mesh)
     embedding = None
     last = get_stage_place(config, num_stages(config) - 1).pp_rank
     if last != 0 and not config.untie_embeddings_and_output_weights:
-        embedding = _own_group([[pipeline[0], pipeline[last]] for pipeline in ranks.tolist()])
-    return ProcessGroups(pp, dp, embedding, cp, None if cp is None else _own_group(ranks.T.tolist()))
+        pipelines = ranks.permute(0, 1, 3, 2).flatten(0, 2)  # [dp * cp * tp, pp]
+        embedding = _own_group([[pipeline[0], pipeline[last]] for pipeline in pipelines.tolist()])
+    same_parameters = ranks.flatten(0, 1).flatten(1).T  # [pp * tp, dp * cp]
+    return ProcessGroups(pp, dp, embedding, cp, None if cp is None else _own_group(same_parameters.tolist()), tp)
+
+
+def _ranks_by_axis(mesh: DeviceMesh) -> torch.Tensor:
+    """Return the ranks of a mesh as an array with all of MESH_AXES, [dp, cp, pp, tp]; a missing axis has size 1."""
+    names = mesh.mesh_dim_names or ()
+    if list(names) != [name for name in MESH_AXES if name in names]:
+        raise ValueError(f"mesh: expected axes out of {MESH_AXES} in this order, got {names}")
+    return mesh.mesh.reshape([axis_size(mesh, name) for name in MESH_AXES])
 
 
 def axis_size(mesh: DeviceMesh | None, name: str) -> int:
@@ -178,12 +195,22 @@ def gather(mapping: dict[str, Any], group: ProcessGroup | None) -> dict[str, Any
         mapping: dictionary of this rank.
         group: the ranks; None: this rank alone.
     """
+    return {name: value for part in reversed(gather_parts(mapping, group)) for name, value in part.items()}
+
+
+def gather_parts(mapping: Mapping[str, Any], group: ProcessGroup | None) -> list[Any]:
+    """Return the dictionaries of all ranks, in the order of their ranks.
+
+    Args:
+        mapping: dictionary of this rank.
+        group: the ranks; None: this rank alone.
+    """
     if group is None:
-        return mapping
+        return [mapping]
     parts: list[Any] = [None] * group.size()
-    with _named("the arrays of all pipeline ranks"):
+    with _named("the arrays of all ranks of a model"):
         dist.all_gather_object(parts, mapping, group=group)
-    return {name: value for part in reversed(parts) for name, value in part.items()}
+    return parts
 
 
 def gather_texts(text: str, groups: ProcessGroups) -> list[str]:

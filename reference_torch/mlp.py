@@ -48,13 +48,27 @@ class MLP(nn.Module):
         self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["linear_fc1"])
         self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
 
+    @property
+    def output_bias(self) -> Tensor | None:
+        """The bias [D] of the second map, which the caller adds."""
+        return self.linear_fc2.bias
+
     def forward(
-        self, hidden_states: Float[Tensor, "b t d"], recompute: BlockRecomputation = SAVE_ALL
-    ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
-        """Return the output [B, T, D] and the bias of the second map, not yet added."""
+        self, hidden_states: Float[Tensor, "b t d"], recompute: BlockRecomputation = SAVE_ALL, tp_size: int = 1
+    ) -> Float[Tensor, "b t d"]:
+        """Return the output without the bias of the second map.
+
+        Args:
+            hidden_states: input. [B, T, D]
+            recompute: values to drop after forward.
+            tp_size: number of ranks that add up their outputs; has no effect.
+
+        Returns:
+            [B, T, D]
+        """
         inner = name_value(linear(hidden_states, self.linear_fc1.weight, self.linear_fc1.bias), "fc1")
         activated = recompute("activation", swiglu if self.activation == "swiglu" else gelu, inner, self.impl)
-        return self.linear_fc2(name_value(activated, "activation"))
+        return self.linear_fc2(name_value(activated, "activation"))[0]
 
 
 def choose_experts(
@@ -210,18 +224,34 @@ class MixtureOfExperts(nn.Module):
         gate = specs.get("shared_expert_gate")
         self.shared_expert_gate = Linear(config, f"{name}.shared_expert_gate", gate) if gate else None
 
+    @property
+    def output_bias(self) -> None:
+        """None: the output has the biases of its experts."""
+        return None
+
     def forward(
-        self, hidden_states: Float[Tensor, "b t d"], recompute: BlockRecomputation = SAVE_ALL
-    ) -> tuple[Float[Tensor, "b t d"], None]:
-        """Return the output [B, T, D], and None for the bias, which is already added."""
+        self, hidden_states: Float[Tensor, "b t d"], recompute: BlockRecomputation = SAVE_ALL, tp_size: int = 1
+    ) -> Float[Tensor, "b t d"]:
+        """Return the output.
+
+        Args:
+            hidden_states: input. [B, T, D]
+            recompute: values to drop after forward.
+            tp_size: number of ranks that add up their outputs, each with an equal share of the biases.
+
+        Returns:
+            [B, T, D]
+        """
         x = hidden_states.flatten(0, 1)
         output = self.experts(x, *self.router(x), recompute).view_as(hidden_states)
         if self.shared_experts is None:
-            return output, None
-        shared = add_bias(*self.shared_experts(hidden_states, recompute))
+            return output
+        bias = self.shared_experts.output_bias
+        bias = bias if bias is None or tp_size == 1 else bias / tp_size
+        shared = add_bias(self.shared_experts(hidden_states, recompute), bias)
         if self.shared_expert_gate is not None:
             shared = torch.sigmoid(add_bias(*self.shared_expert_gate(hidden_states))) * shared
-        return output + shared, None
+        return output + shared
 
     def balance(
         self, hidden_states: Float[Tensor, "b t d"], sequences: PackedDocuments | FLACPContext | None

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.parameters import ParameterSpec, norm_spec
-from reference_torch.ops import linear, parameter, rms_norm
+from reference_torch.ops import linear, parameter
+from reference_torch.tensor_parallel import WHOLE, TensorParallel
 
 
 class Linear(nn.Module):
@@ -53,6 +54,7 @@ class RMSNorm(nn.Module):
         self.offset = spec.offset
         self.weight = parameter(config, f"{name}.weight", spec)
 
-    def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        """Call ops.rms_norm."""
-        return rms_norm(x, self.weight + self.offset if self.offset else self.weight, self.epsilon)
+    def forward(self, x: Float[Tensor, "*b d"], channels: TensorParallel = WHOLE) -> Float[Tensor, "*b d"]:
+        """Call ops.rms_norm, or with ranks that share the channels TensorParallel.joint_norm."""
+        weight = self.weight + self.offset if self.offset else self.weight
+        return channels.joint_norm(x, weight, self.epsilon)

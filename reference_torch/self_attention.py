@@ -103,8 +103,8 @@ class SelfAttention(nn.Module):
         qkv = linear(hidden_states, self.linear_qkv.weight, self.linear_qkv.bias)
         qkv = qkv.view(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = qkv.split((heads, groups, groups), dim=2)
-        q = self._positioned(q, self.q_layernorm, context.positions)
-        k = self._positioned(k, self.k_layernorm, context.positions)
+        q = self._positioned(q, self.q_layernorm, context)
+        k = self._positioned(k, self.k_layernorm, context)
         if context.cache is None:
             attended = attend_tokens(self.config, self.layer_number, q, k, v, context)
         else:
@@ -119,12 +119,12 @@ class SelfAttention(nn.Module):
             return attended
         return attended * torch.sigmoid(add_bias(*self.linear_gate(hidden_states)))
 
-    def _positioned(self, x: Tensor, norm: RMSNorm | None, positions: Tensor) -> Tensor:
+    def _positioned(self, x: Tensor, norm: RMSNorm | None, context: ForwardContext) -> Tensor:
         """Norm queries or keys [B, T, H, d], if there is a norm, and turn them by their positions."""
         if norm is not None:
             joint = self.config.qk_layernorm_scope == "projection"
-            x = norm(x.reshape(*x.shape[:2], -1)).view(x.shape) if joint else norm(x)
-        return rotary_embedding(x, positions, self.config.rotary_base, self.config.rotary_dim)
+            x = norm(x.reshape(*x.shape[:2], -1), context.tensor_parallel).view(x.shape) if joint else norm(x)
+        return rotary_embedding(x, context.positions, self.config.rotary_base, self.config.rotary_dim)
 
 
 class LatentAttention(nn.Module):

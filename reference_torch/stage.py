@@ -16,6 +16,7 @@ from diptych.plans.model.data import Batch
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.wavefront import MESSAGE_KINDS, finish
 from reference_torch.offload import TensorOffloadManager
+from reference_torch.tensor_parallel import WHOLE, TensorParallel
 from reference_torch.transformer import GPTModel
 
 
@@ -30,6 +31,8 @@ class Microbatch(NamedTuple):
     training: bool
     cp: ProcessGroup | None = None
     """Ranks that share its sequences; None: this rank has complete sequences."""
+    tensor_parallel: TensorParallel = WHOLE
+    """Ranks that share the layers of the stage."""
 
 
 class PipelineStage(GPTModel):
@@ -112,11 +115,11 @@ def forward_step(
         data_iterator: microbatches.
         model: the stage.
     """
-    batch, step, first, training, cp = next(data_iterator)
+    batch, step, first, training, cp, ranks = next(data_iterator)
     inputs, targets, context = (
         _complete_sequences(batch, first, model) if cp is None else _sequence_part(batch, first, model, cp)
     )
-    output = model(inputs, targets, step=step, training=training, **context)
+    output = model(inputs, targets, step=step, training=training, tensor_parallel=ranks, **context)
 
     def reduce(loss: Tensor) -> tuple[Tensor, ...]:
         if model.config.calculate_per_token_loss:

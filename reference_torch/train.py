@@ -35,8 +35,9 @@ from diptych.plans.checkpoint import (
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
-from diptych.plans.model.parameters import check_values, parameter_specs
+from diptych.plans.model.parameters import check_values, initial_value, parameter_specs
 from diptych.plans.offload import rank_uses
+from diptych.plans.tensor_parallel import join_all, rank_config, rank_part
 from diptych.plans.training import (
     StepResult,
     check_batch,
@@ -51,6 +52,7 @@ from reference_torch.groups import (
     ProcessGroups,
     axis_size,
     gather,
+    gather_parts,
     gather_texts,
     make_groups,
     on_first_rank,
@@ -60,6 +62,10 @@ from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model
 from reference_torch.saving import export_arrays, export_parameters, import_arrays, import_parameters
 from reference_torch.stage import Microbatch, PipelineStage, forward_step, model_provider, offload_layers
+from reference_torch.tensor_parallel import TensorParallel, counted_once
+
+_PREFIXES = ("", MODEL, FIRST_MOMENT, SECOND_MOMENT)
+"""What the canonical name of a parameter may follow."""
 
 
 class Trainer:
@@ -70,8 +76,7 @@ class Trainer:
         train_config: configuration of the optimisation.
         corpus: training and validation data.
         device: device that computes; None: the GPU if PyTorch sees one, else the CPU.
-        mesh: all processes, with axes ("dp", "cp", "pp"), see reference_torch.groups.make_mesh; None: this process
-            alone.
+        mesh: all processes, see reference_torch.groups.make_mesh; None: this process alone.
 
     Raises:
         ValueError: the corpus is too short for the model, or has bytes without a token; the batch does not fit schedule
@@ -102,8 +107,14 @@ class Trainer:
         check_settings_on_all_ranks(self._settings(), self._gather_texts)
         check_trainable(config, train_config, self._groups.dp_size)
         self._messages = None if self._groups.pp is None else P2PCommunicator(self._groups.pp, config, self.device)
-        built = get_model(lambda **ends: model_provider(config, **ends).to(self.device), config, self._groups.pp_rank)
+        tp = self._groups.tp
+        self._tensor_parallel = TensorParallel(tp, config.sequence_parallel, config.pipeline_timeout)
+        self._specs = parameter_specs(undivided(config))
+        part = rank_config(config)
+        built = get_model(lambda **ends: model_provider(part, **ends).to(self.device), config, self._groups.pp_rank)
         self.stages: list[PipelineStage] = built if isinstance(built, list) else [built]
+        if tp is not None:
+            self._import_initial_values()
         self.model = self.stages[0]
         self.offload = offload_layers(self.stages, config)
         parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
@@ -138,7 +149,9 @@ class Trainer:
             flag: flag of this process.
         """
         count = torch.tensor(float(flag), device=self.device)
-        return self._sum_over_all(count, "a flag of every process").item() > 0.0
+        what = "a flag of every process"
+        count = sum_over(count, self._groups.tp, what, self.config.pipeline_timeout)
+        return self._sum_over_all(count, what).item() > 0.0
 
     def train_step(self, step: int) -> StepResult:
         """Take one optimizer step on the batch of a step.
@@ -187,7 +200,7 @@ class Trainer:
             assert parameter.grad is not None, f"no gradient has reached {name}"
             gradients[name] = parameter.grad.cpu().numpy().copy()
         self._optimizer.zero_grad(set_to_none=True)
-        return loss.item(), gather(gradients, self._groups.pp)
+        return loss.item(), self._gather(gradients)
 
     def validation_loss(self) -> float:
         """Return the mean loss over ``eval_iters`` batches of the validation split, without dropout.
@@ -208,7 +221,7 @@ class Trainer:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Return a copy of every parameter, by canonical name."""
-        return gather(export_parameters(self.stages), self._groups.pp)
+        return self._gather(export_parameters(self.stages))
 
     def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
         """Overwrite every parameter, and keep the state of the optimizer.
@@ -219,7 +232,7 @@ class Trainer:
         Raises:
             ValueError: names or shapes differ from those of the model.
         """
-        check_values(values, parameter_specs(undivided(self.config)))
+        check_values(values, self._specs)
         import_parameters(self.stages, self._own(values))
 
     def save(self, folder: Path, keep: int = 2) -> Path:
@@ -235,7 +248,7 @@ class Trainer:
         Raises:
             CheckpointError: see diptych.plans.checkpoint.write_checkpoint.
         """
-        arrays = gather(export_arrays(self.stages, self._optimizer), self._groups.pp)
+        arrays = self._gather(export_arrays(self.stages, self._optimizer))
         checkpoint = Checkpoint(self.steps_taken, arrays, self._settings())
         return on_first_rank(lambda: write_checkpoint(folder, checkpoint, keep), self._groups)
 
@@ -291,7 +304,7 @@ class Trainer:
 
         def iterate() -> Iterator[Microbatch]:
             for first in range(begin, begin + size * count, size):
-                yield Microbatch(take(size, first), step, first, training, self._groups.cp)
+                yield Microbatch(take(size, first), step, first, training, self._groups.cp, self._tensor_parallel)
 
         return iterate
 
@@ -322,17 +335,30 @@ class Trainer:
         self.offload.expect(rank_uses(self.config, num_microbatches, self._groups.pp_rank, forward_only))
 
     def _sum_over_all(self, value: Tensor, what: str) -> Tensor:
-        """Return the sum of a value over all processes; ``what`` names it in error messages."""
+        """Return the sum of a value over all processes but those that share layers; ``what`` names it in errors."""
         for group in (self._groups.pp, self._groups.with_same_stages):
             value = sum_over(value, group, what, self.config.pipeline_timeout)
         return value
 
     def _own(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the arrays of this rank's parameters; names are canonical, with or without a checkpoint prefix."""
-        named = self._named_parameters()
-        prefixes = ("", MODEL, FIRST_MOMENT, SECOND_MOMENT)
-        own_names = {prefix + name for name in named for prefix in prefixes}
-        return {name: array for name, array in arrays.items() if name in own_names}
+        """Return this rank's parts of arrays; names are canonical, with or without a checkpoint prefix."""
+        ranks = self._tensor_parallel
+        own = {prefix + name: self._specs[name].split for name in self._named_parameters() for prefix in _PREFIXES}
+        return {
+            name: rank_part(array, own[name], ranks.size, ranks.rank) for name, array in arrays.items() if name in own
+        }
+
+    def _gather(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the whole arrays of all parameters, of which every rank has some; names as in _own."""
+        splits = {prefix + name: spec.split for name, spec in self._specs.items() for prefix in _PREFIXES}
+        return gather(join_all(gather_parts(arrays, self._groups.tp), splits), self._groups.pp)
+
+    def _import_initial_values(self) -> None:
+        """Overwrite the parameters with this rank's parts of the initial values of the whole model."""
+        with torch.no_grad():
+            for name, parameter in self._named_parameters().items():
+                whole = initial_value(self.config.seed, name, self._specs[name])
+                parameter.copy_(torch.from_numpy(self._own({name: whole})[name]))
 
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of this rank, by canonical name."""
@@ -343,10 +369,13 @@ class Trainer:
         named = self._named_parameters()
         # A tied embedding has a copy on the last stage. The norm counts the gradient once, on the first rank.
         copies = set() if self._groups.embedding is None or self._groups.pp_rank == 0 else {"embedding.weight"}
-        counted = [p.grad for name, p in named.items() if name not in copies and p.grad is not None]
+        gradients = {name: p.grad for name, p in named.items() if name not in copies and p.grad is not None}
+        splits = {name: self._specs[name].split for name in gradients}
+        counted = counted_once(gradients, splits, self._tensor_parallel)
         norm = torch.nn.utils.get_total_norm(counted).to(self.device, getattr(torch, self.config.params_dtype))
-        if self._groups.pp is not None:
-            norm = sum_over(norm**2, self._groups.pp, "the norm of the gradients", self.config.pipeline_timeout) ** 0.5
+        for group in (self._groups.tp, self._groups.pp):
+            if group is not None:
+                norm = sum_over(norm**2, group, "the norm of the gradients", self.config.pipeline_timeout) ** 0.5
         if self.train_config.clip_grad > 0.0:
             all_parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
             torch.nn.utils.clip_grads_with_norm_(all_parameters, self.train_config.clip_grad, norm)
@@ -361,9 +390,13 @@ def check_mesh(config: TransformerConfig, mesh: DeviceMesh | None) -> None:
         mesh: all processes; None: this process alone.
 
     Raises:
-        ValueError: mesh and configuration have different numbers of pipeline or context-parallel ranks.
+        ValueError: mesh and configuration have different numbers of pipeline, context- or tensor-parallel ranks.
     """
-    for axis, name in (("pp", "pipeline_model_parallel_size"), ("cp", "context_parallel_size")):
+    for axis, name in (
+        ("pp", "pipeline_model_parallel_size"),
+        ("cp", "context_parallel_size"),
+        ("tp", "tensor_model_parallel_size"),
+    ):
         size = axis_size(mesh, axis)
         expected_size = getattr(config, name)
         if size != expected_size:

@@ -18,6 +18,7 @@ from diptych.plans.model.philox import attention_site, mlp_site
 from diptych.plans.model.sampling import check_inputs
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
+from diptych.plans.tensor_parallel import check_parts
 from reference_torch.balance import Collected, join_balance, split_balance
 from reference_torch.cache import DecodingCache, cached_length
 from reference_torch.documents import pack_documents
@@ -30,7 +31,6 @@ from reference_torch.ops import (
     DropoutState,
     add_bias,
     at_least_float32,
-    cross_entropy,
     dropout,
     dropout_state,
     linear,
@@ -38,6 +38,7 @@ from reference_torch.ops import (
 )
 from reference_torch.recompute import BlockRecomputation, name_value, run_block
 from reference_torch.self_attention import LatentAttention, SelfAttention
+from reference_torch.tensor_parallel import WHOLE, TensorParallel
 
 MIXER_MODULES = {"attention": SelfAttention, "mla": LatentAttention, "gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
 """Mixer names of the layer pattern and their modules."""
@@ -90,10 +91,12 @@ class TransformerLayer(nn.Module):
             Hidden states of the same shape.
         """
         recompute = context.recompute
+        ranks = context.tensor_parallel
         connection = self.self_attention_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
         normed = self._norm("input_layernorm", aggregated, recompute)
-        output = name_value(add_bias(*self.self_attention(normed, context)), "attention_output")
+        output, bias = self.self_attention(ranks.enter(normed), context)
+        output = name_value(add_bias(ranks.leave(output), bias), "attention_output")
         output = self._norm("post_attention_layernorm", output, recompute)
         site = attention_site(self.layer_number)
         hidden_states = recompute(
@@ -103,10 +106,12 @@ class TransformerLayer(nn.Module):
 
         connection = self.mlp_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
-        normed = self._norm("pre_mlp_layernorm", aggregated, recompute)
-        output = recompute("mlp_output", self._mlp_output, normed, recompute.inside("mlp_output"))
+        normed = ranks.enter(self._norm("pre_mlp_layernorm", aggregated, recompute))
+        output = recompute("mlp_output", self._mlp_output, normed, recompute.inside("mlp_output"), ranks.size)
+        if ranks.size > 1:  # outside of what is recomputed, so that backward does not sum over ranks again
+            output = add_bias(ranks.leave(output), self.mlp.output_bias)
         if context.balance is not None and isinstance(self.mlp, MixtureOfExperts):
-            context.balance.add(self.mlp.balance(normed, context.sequences))
+            context.balance.add(ranks.own_share(self.mlp.balance(normed, context.sequences)))
         output = self._norm("post_mlp_layernorm", output, recompute)
         site = mlp_site(self.layer_number)
         hidden_states = recompute(
@@ -120,9 +125,10 @@ class TransformerLayer(nn.Module):
         norm = getattr(self, name, None)
         return x if norm is None else name_value(recompute(name, norm, x), name)
 
-    def _mlp_output(self, normed: Tensor, recompute: BlockRecomputation) -> Tensor:
-        """Return the output of the MLP with its bias, [B, T, D]."""
-        return name_value(add_bias(*self.mlp(normed, recompute)), "mlp_output")
+    def _mlp_output(self, normed: Tensor, recompute: BlockRecomputation, tp_size: int) -> Tensor:
+        """Return the output [B, T, D] of the MLP with its bias; on one of several ranks, its part without the bias."""
+        output = self.mlp(normed, recompute, tp_size)
+        return name_value(output if tp_size > 1 else add_bias(output, self.mlp.output_bias), "mlp_output")
 
     def _read(
         self, connection: HyperConnectionModule | None, hidden_states: Tensor, recompute: BlockRecomputation
@@ -236,13 +242,13 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = parameter(config, f"{name}.weight", embedding_spec(config)["weight"])
 
-    def forward(self, tokens: Int[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
-        """Return the vectors of the tokens [B, T, D].
+    def forward(self, tokens: Int[Tensor, "b t"], tensor_parallel: TensorParallel = WHOLE) -> Float[Tensor, "b t2 d"]:
+        """Return the vectors of the tokens [B, T, D], or of this rank's tokens, see TensorParallel.embed.
 
         Raises:
             IndexError: a token id is outside the vocabulary.
         """
-        return nn.functional.embedding(tokens, self.weight)
+        return tensor_parallel.embed(tokens, self.weight)
 
 
 class GPTModel(nn.Module):
@@ -271,6 +277,7 @@ class GPTModel(nn.Module):
         self.config = config
         self.pre_process = pre_process
         self.post_process = post_process
+        check_parts(config)
         check_stage_ends(config, pre_process, post_process, vp_stage, pp_rank)
         tied = not config.untie_embeddings_and_output_weights
         # With a tied head, the last stage holds a copy of the first stage's embedding.
@@ -290,6 +297,7 @@ class GPTModel(nn.Module):
         document_starts: Tensor | None = None,
         cache: DecodingCache | None = None,
         cp_context: FLACPContext | None = None,
+        tensor_parallel: TensorParallel = WHOLE,
         training: bool = True,
     ) -> Tensor:
         """Return the loss, the logits, or the hidden states for the next stage.
@@ -305,6 +313,8 @@ class GPTModel(nn.Module):
                 diptych.plans.model.documents. None: each sequence is one document. [B, N] int32
             cache: state of the previous tokens, see cache.empty_cache; changed in place to include these tokens.
             cp_context: context of the ranks that share the concatenated sequences. Needs B = 1 and positions.
+            tensor_parallel: the ranks that share the layers; the model has the configuration rank_config of
+                diptych.plans.tensor_parallel. With sequence parallelism, hidden states are those of this rank's tokens.
             training: False turns dropout off, as does ``model.eval()``.
 
         Returns:
@@ -316,32 +326,39 @@ class GPTModel(nn.Module):
                 config.seq_length.
         """
         batch, length = inputs.shape[:2]
+        length *= 1 if self.pre_process else tensor_parallel.token_parts
         masks = {"attention_mask": attention_mask, "document_starts": document_starts}
         texts = None if cache is None else cache.batch
         seq_length = self.config.seq_length
         check_inputs(seq_length, (batch, length), cached_length(cache), texts, cp_context, positions, **masks)
         if positions is None:
             positions = torch.arange(length, device=inputs.device) + (0 if cache is None else cache.length)
-        sequences = cp_context or pack_documents(document_starts, inputs, self.config.has_softmax)
+        tokens = inputs if inputs.shape[1] == length else inputs.new_empty((batch, length))
+        sequences = cp_context or pack_documents(document_starts, tokens, self.config.has_softmax)
         state = None
         if training and self.training and self.config.hidden_dropout > 0.0:
             samples = torch.arange(batch, device=inputs.device) if samples is None else samples
             state = dropout_state(self.config.seed, step, samples, positions, seq_length)
+            state = tensor_parallel.own_masks(state)
         balance = self._balance(training)
-        context = ForwardContext(positions, state, attention_mask, sequences, cache, balance)
-        hidden_states = self.decoder(self._first_hidden_states(inputs, balance), context)
+        context = ForwardContext(positions, state, attention_mask, sequences, cache, balance, tensor_parallel)
+        hidden_states = self.decoder(self._first_hidden_states(inputs, balance, tensor_parallel), context)
         if cache is not None:
             cache.length += length
         head = self.output_layer or self.embedding
         if not self.post_process or head is None:
             return hidden_states if not self.config.moe_aux_loss_coeff else _joined(hidden_states, balance)
-        logits = at_least_float32(linear(hidden_states, head.weight))
-        return logits if targets is None else self._loss(logits, targets, balance)
+        logits = at_least_float32(linear(tensor_parallel.enter(hidden_states), head.weight))
+        if targets is None:
+            return tensor_parallel.gather_logits(logits)
+        return self._loss(logits, targets, balance, tensor_parallel)
 
-    def _first_hidden_states(self, inputs: Tensor, balance: Collected | None) -> Tensor:
+    def _first_hidden_states(
+        self, inputs: Tensor, balance: Collected | None, tensor_parallel: TensorParallel
+    ) -> Tensor:
         """Return the embedded tokens, or the hidden states of the previous stage without the balance it sent."""
         if self.pre_process and self.embedding is not None:
-            return self.embedding(inputs).to(getattr(torch, self.config.compute_dtype))
+            return self.embedding(inputs, tensor_parallel).to(getattr(torch, self.config.compute_dtype))
         if not self.config.moe_aux_loss_coeff:
             return inputs
         streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
@@ -350,11 +367,15 @@ class GPTModel(nn.Module):
             balance.add(before)
         return hidden_states
 
-    def _loss(self, logits: Tensor, targets: Tensor, balance: Collected | None) -> Tensor:
+    def _loss(
+        self, logits: Tensor, targets: Tensor, balance: Collected | None, tensor_parallel: TensorParallel
+    ) -> Tensor:
         """Return the mean loss per token, with the load-balancing loss if it was collected."""
-        loss = cross_entropy(logits, targets)
+        loss = tensor_parallel.cross_entropy(logits, targets)
         total = None if balance is None else balance.close()
-        return loss if total is None else loss + self.config.moe_aux_loss_coeff * total.mean().to(loss.dtype)
+        if total is None:
+            return loss
+        return loss + self.config.moe_aux_loss_coeff * tensor_parallel.mean(total).to(loss.dtype)
 
     def _balance(self, training: bool) -> Collected | None:
         """Return the sum of load-balancing losses, if this call computes it."""

@@ -192,6 +192,60 @@ BROKEN = {
         {"context_parallel_size": 0},
         r"context_parallel_size: expected an integer >= 1, got 0",
     ),
+    (TransformerConfig, "tensor_model_parallel_size"): (
+        {"tensor_model_parallel_size": 0},
+        r"tensor_model_parallel_size: expected an integer >= 1, got 0",
+    ),
+    (TransformerConfig, "sequence_parallel"): (
+        {"sequence_parallel": 1},
+        r"sequence_parallel: expected True or False, got 1",
+    ),
+    (TransformerConfig, "ranks divide num_attention_heads"): (
+        {"tensor_model_parallel_size": 3},
+        r"num_attention_heads: expected a multiple of tensor_model_parallel_size=3 heads, got 4",
+    ),
+    (TransformerConfig, "ranks share num_query_groups"): (
+        {"tensor_model_parallel_size": 4, "num_attention_heads": 24, "num_query_groups": 6, "hidden_size": 48},
+        r"num_query_groups: expected a multiple or a divisor of tensor_model_parallel_size=4, .* got 6",
+    ),
+    (TransformerConfig, "ranks divide linear_num_value_heads"): (
+        {
+            "tensor_model_parallel_size": 2,
+            "layer_pattern": "kda",
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+        },
+        r"linear_num_value_heads: expected a multiple of tensor_model_parallel_size=2 heads, got 3",
+    ),
+    (TransformerConfig, "ranks share linear_num_key_heads"): (
+        {
+            "tensor_model_parallel_size": 4,
+            "layer_pattern": "gdn",
+            "linear_num_key_heads": 6,
+            "linear_num_value_heads": 12,
+        },
+        r"linear_num_key_heads: expected a multiple or a divisor of tensor_model_parallel_size=4, .* got 6",
+    ),
+    (TransformerConfig, "ranks divide ffn_hidden_size"): (
+        {"tensor_model_parallel_size": 2, "layer_pattern": "attention,attention+ffn=31"},
+        r"ffn_hidden_size: expected a multiple of tensor_model_parallel_size=2 inner channels in every layer, got 31",
+    ),
+    (TransformerConfig, "ranks divide moe_shared_expert_intermediate_size"): (
+        {"tensor_model_parallel_size": 2, "moe_shared_expert_intermediate_size": 9},
+        r"moe_shared_expert_intermediate_size: expected a multiple of tensor_model_parallel_size=2 .*, got 9",
+    ),
+    (TransformerConfig, "ranks divide vocab_size"): (
+        {"tensor_model_parallel_size": 2, "vocab_size": 257},
+        r"vocab_size: expected a multiple of tensor_model_parallel_size=2 token ids, got 257",
+    ),
+    (TransformerConfig, "sequence parallelism needs ranks"): (
+        {"sequence_parallel": True},
+        r"sequence_parallel: expected False without tensor parallelism, .* got True; give tensor_model_parallel_size",
+    ),
+    (TransformerConfig, "ranks divide tokens"): (
+        {"sequence_parallel": True, "tensor_model_parallel_size": 4, "seq_length": 10},
+        r"seq_length: expected a multiple of tensor_model_parallel_size=4 with sequence_parallel, got 10",
+    ),
     (TransformerConfig, "cp_exchange"): ({"cp_exchange": "tree"}, r"cp_exchange: expected one of .* got 'tree'"),
     (TransformerConfig, "cp_truncate_ranks"): (
         {"cp_truncate_ranks": 0, "cp_exchange": "ring"},

@@ -24,6 +24,7 @@ from diptych.plans.model.parameters import embedding_spec
 from diptych.plans.recompute import recompute_blocks
 from diptych.plans.schedule.partition import get_stage_place, num_stages
 from diptych.plans.schedule.wavefront import tokens_before
+from diptych.plans.tensor_parallel import check_one_rank
 
 
 class Traffic(NamedTuple):
@@ -72,6 +73,7 @@ def wire_traffic(
         num_microbatches: microbatches of a step on each replica.
         data_parallel_size: replicas.
     """
+    check_one_rank(config, "predicted traffic")
     p = config.pipeline_model_parallel_size
     cp = config.context_parallel_size
     copies = cp * data_parallel_size

@@ -43,6 +43,7 @@ _EXECUTION = frozenset(
         "cp_wire_dtype",
         "cp_attention_layout",
         "tensor_model_parallel_size",
+        "sequence_parallel",
         "fp8",
     }
 )

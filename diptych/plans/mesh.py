@@ -1,15 +1,15 @@
-"""The mesh of ranks: data, context and pipeline parallelism."""
+"""The mesh of ranks: data, context, pipeline and tensor parallelism."""
 
 from dataclasses import replace
 
 from diptych.plans.config import TransformerConfig
 
-MESH_AXES = ("dp", "cp", "pp")
-"""Data-, context- and pipeline-parallel axes. The last axis varies fastest:
-rank = (dp_rank * cp_size + cp_rank) * pp_size + pp_rank."""
+MESH_AXES = ("dp", "cp", "pp", "tp")
+"""Data-, context-, pipeline- and tensor-parallel axes. The last axis varies fastest, so that the ranks that communicate
+most are neighbours: rank = ((dp_rank * cp_size + cp_rank) * pp_size + pp_rank) * tp_size + tp_rank."""
 
 
-def mesh_shape(config: TransformerConfig, count: int) -> tuple[int, int, int]:
+def mesh_shape(config: TransformerConfig, count: int) -> tuple[int, int, int, int]:
     """Return the size of each of MESH_AXES.
 
     Args:
@@ -20,11 +20,12 @@ def mesh_shape(config: TransformerConfig, count: int) -> tuple[int, int, int]:
         count // config.model_parallel_size,
         config.context_parallel_size,
         config.pipeline_model_parallel_size,
+        config.tensor_model_parallel_size,
     )
 
 
 def undivided(config: TransformerConfig) -> TransformerConfig:
-    """Return the configuration of the same model without pipeline and context parallelism."""
+    """Return the configuration of the same model on one rank."""
     return replace(
         config,
         pipeline_model_parallel_size=1,
@@ -38,10 +39,12 @@ def undivided(config: TransformerConfig) -> TransformerConfig:
         pipeline_schedule_file=None,
         microbatch_group_size_per_vp_stage=None,
         context_parallel_size=1,
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
     )
 
 
 def replica_settings(config: TransformerConfig) -> str:
     """Return the settings whose product is the number of ranks of a replica, as text for error messages."""
-    names = ("context_parallel_size", "pipeline_model_parallel_size")
+    names = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
     return " * ".join(name for name in names if getattr(config, name) > 1) or names[-1]

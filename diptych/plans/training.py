@@ -101,7 +101,14 @@ def check_trainable(config: TransformerConfig, train: TrainConfig, dp_size: int 
             diptych.plans.schedule.named.build_schedule.
     """
     size, count = microbatches(train, dp_size)
-    check_shared(size, config.seq_length, config.context_parallel_size)
+    cp_size = config.context_parallel_size
+    check_shared(size, config.seq_length, cp_size)
+    tp_size = config.tensor_model_parallel_size
+    if config.sequence_parallel and cp_size > 1 and size * config.seq_length // cp_size % tp_size:
+        raise ValueError(
+            f"micro_batch_size: expected with sequence_parallel a multiple of tensor_model_parallel_size={tp_size} "
+            f"tokens on each of {cp_size} context ranks, got {size} sequences of {config.seq_length}"
+        )
     schedule_for(config, count)
 
 

@@ -21,6 +21,7 @@ from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.lockstep import KEEPS, Keep, LockstepTable, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
+from diptych.plans.tensor_parallel import check_one_rank
 from jax_impl.offload import Moved
 from jax_impl.pipeline.backends import BACKENDS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
 from jax_impl.pipeline.executor import run_lockstep
@@ -63,6 +64,7 @@ def make_pipeline_step(
         ValueError: the mesh, the devices or an option is not supported, or JAX has too few threads to interpret kernels
             on this number of devices; the message names the remedy.
     """
+    check_one_rank(config, "the JAX backend")
     _check_options(model, config, backend, keep, slots)
     mesh = _mesh(config, mesh, backend)
     _check_threads(config, mesh)

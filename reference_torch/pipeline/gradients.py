@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.mesh import undivided
+from diptych.plans.model.parameters import parameter_specs
+from diptych.plans.tensor_parallel import whole_splits
 from reference_torch.groups import ProcessGroups, wait_for
+from reference_torch.tensor_parallel import TensorParallel, sum_repeated
 
 
 class GradientSums:
@@ -60,9 +64,9 @@ def finalize_model_grads(
 ) -> None:
     """Turn gradients that are summed over replicas into gradients of the step's loss.
 
-    The gradients of the two copies of a tied embedding are summed. Then all gradients are divided by the number of
-    ranks summed over, whose losses are means of equally many tokens, or with ``calculate_per_token_loss`` by the
-    number of tokens of the whole step.
+    The gradients of the two copies of a tied embedding are summed, and so are those of which tensor-parallel ranks have
+    parts. Then all gradients are divided by the number of replicas and context ranks, whose losses are means of equally
+    many tokens, or with ``calculate_per_token_loss`` by the number of tokens of the whole step.
 
     Args:
         models: stages of this rank.
@@ -75,6 +79,7 @@ def finalize_model_grads(
     """
     timeout = config.pipeline_timeout
     _sum_tied([_gradient(tied) for model in models if (tied := tied_copy(model)) is not None], groups, timeout)
+    _sum_over_tensor_parallel(models, config, groups)
     divisor: float | Tensor = float(groups.dp_size * groups.cp_size)
     if config.calculate_per_token_loss:
         device = next((parameter.device for model in models for parameter in model.parameters()), num_tokens.device)
@@ -95,6 +100,16 @@ def _sum_tied(gradients: Sequence[Tensor], groups: ProcessGroups, timeout: float
         second.copy_(first.add_(second))
     elif gradients:
         _sum_over(gradients[0], groups.embedding, "the sum of a tied embedding's gradients", timeout)
+
+
+def _sum_over_tensor_parallel(models: Sequence[nn.Module], config: TransformerConfig, groups: ProcessGroups) -> None:
+    """Sum the gradients of which every tensor-parallel rank has a part."""
+    if groups.tp is None:
+        return
+    splits = whole_splits(parameter_specs(undivided(config)))
+    ranks = TensorParallel(groups.tp, config.sequence_parallel, config.pipeline_timeout)
+    for model in models:
+        sum_repeated({name: _gradient(parameter) for name, parameter in model.named_parameters()}, splits, ranks)
 
 
 def remove_earlier_gradients(models: Sequence[nn.Module]) -> Sequence[tuple[Tensor, Tensor]]:

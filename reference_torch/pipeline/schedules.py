@@ -173,7 +173,8 @@ def infer_tensor_shapes(
     """Return the shapes of the tensors that a stage receives and sends.
 
     Both are one tensor [B, T, S * D] with all residual streams concatenated, and with moe_aux_loss_coeff one more
-    element per token. Context ranks hold a part of the concatenated sequences, [1, B * T / R, S * D].
+    element per token. Context ranks hold a part of the concatenated sequences, [1, B * T / R, S * D], and with sequence
+    parallelism tensor-parallel ranks a part of these tokens.
 
     Args:
         seq_length: tokens of a sequence, T.
@@ -182,7 +183,8 @@ def infer_tensor_shapes(
     """
     cp = config.context_parallel_size
     rows = (micro_batch_size, seq_length) if cp == 1 else (1, micro_batch_size * seq_length // cp)
-    shape = (*rows, config.stage_width)
+    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shape = (rows[0], rows[1] // parts, config.stage_width)
     return [shape], [shape]
 
 

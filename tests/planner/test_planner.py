@@ -236,11 +236,6 @@ def test_the_saving_is_the_simulations_on_one_rank(activation):
 @pytest.mark.parametrize(
     ("flags", "settings", "message"),
     [
-        (
-            "--tensor-model-parallel-size 2",
-            {"tensor_model_parallel_size": 2},
-            "expected 1, got 2: tensor parallelism is",
-        ),
         ("--fp8", {"fp8": True}, "expected False, got True: scaled 8-bit products are not"),
     ],
 )

@@ -9,6 +9,7 @@ from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
 from diptych.plans.model.layers import LayerConfig
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.model.philox import TILE_ROWS
+from diptych.plans.tensor_parallel import check_one_rank
 
 ITEM_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -576,6 +577,7 @@ def build(config: TransformerConfig, batch: int, length: int) -> tuple[list[Node
         batch: sequences of a microbatch.
         length: tokens of a sequence that one rank holds.
     """
+    check_one_rank(config, "predicted memory and time")
     builder = GraphBuilder(config, batch, length)
     first, x = builder.embedding()
     layers = {}

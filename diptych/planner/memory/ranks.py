@@ -21,6 +21,7 @@ from diptych.plans.offload import layer_storages, pass_uses, rank_layers, stage_
 from diptych.plans.recompute import recompute_blocks
 from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.partition import get_stage, get_stage_place, num_stages
+from diptych.plans.tensor_parallel import check_one_rank
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def standing_bytes(config: TransformerConfig) -> list[int]:
 
 def parameter_bytes(config: TransformerConfig, stage: int) -> int:
     """Return the exact bytes of a stage's parameters (and of their gradients), with its copy of a tied embedding."""
+    check_one_rank(config, "predicted memory and traffic")
     last = num_stages(config) - 1
     specs = parameter_specs(config, stage == 0, stage == last, *get_stage_place(config, stage))
     return sum(math.prod(spec.shape) for spec in specs.values()) * ITEM_SIZES[config.params_dtype]

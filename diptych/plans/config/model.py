@@ -8,6 +8,7 @@ from diptych.plans.config.experts import EXPERT_RULES
 from diptych.plans.config.pipeline import PIPELINE_RULES
 from diptych.plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from diptych.plans.config.rules import Rule, choice, count, flag, number, validate
+from diptych.plans.config.tensor import TENSOR_RULES
 from diptych.plans.model.implementation import IMPLEMENTATIONS, MAX_KERNEL_CHANNELS, MAX_KERNEL_STREAMS
 from diptych.plans.model.layers import ACTIVATIONS, SOFTMAX_MIXERS, LayerConfig, LayerDefaults, parse_layer
 from diptych.plans.schedule.actions import Schedule
@@ -16,11 +17,6 @@ from diptych.plans.schedule.placement import FROM_FILE, V_SCHEDULES, Placement, 
 
 DTYPES = ("float32", "float64")
 OUT_OF_SCOPE = {
-    "tensor_model_parallel_size": (
-        1,
-        "tensor parallelism is not implemented; distribute layers (pipeline_model_parallel_size) or tokens "
-        "(context_parallel_size). Only diptych.planner.memory.activation_recompute_saving takes a tp_size",
-    ),
     "fp8": (False, "scaled 8-bit products are not implemented; bf16 is the narrowest type"),
 }
 """Settings out of scope: the only supported value, and the reason."""
@@ -239,7 +235,10 @@ class TransformerConfig:
     seed: int = 0
     """Seed of initial parameters and dropout."""
     tensor_model_parallel_size: int = 1
-    """Ranks that share a layer's matrices; only 1 is supported (out of scope)."""
+    """PyTorch: ranks that share the heads, inner channels and token ids of every layer."""
+    sequence_parallel: bool = False
+    """Divide the tokens, too, among the ranks of tensor parallelism where their layers compute token by token: norms,
+    dropout, residual streams and hyper-connections."""
     fp8: bool = False
     """Use products of 8-bit floats; only False is supported (out of scope)."""
 
@@ -260,8 +259,8 @@ class TransformerConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Number of ranks that run one copy of the model: pipeline times context-parallel ranks."""
-        return self.pipeline_model_parallel_size * self.context_parallel_size
+        """Number of ranks that run one copy of the model: pipeline, context- and tensor-parallel ranks multiplied."""
+        return self.pipeline_model_parallel_size * self.context_parallel_size * self.tensor_model_parallel_size
 
     @property
     def compute_dtype(self) -> str:
@@ -549,6 +548,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     *EXPERT_RULES,
     *PIPELINE_RULES,
     *CONTEXT_RULES,
+    *TENSOR_RULES,
     *RECOMPUTE_RULES,
     flag("enable_tensor_offload"),
     flag("tensor_offload_pin_memory"),

@@ -33,6 +33,18 @@ class LayerConfig:
             return "input_layernorm", "pre_mlp_layernorm"
         return "post_attention_layernorm", "post_mlp_layernorm"
 
+    @property
+    def description(self) -> str:
+        """The entry of ``layer_pattern`` that parse_layer turns into these settings."""
+        options = {
+            "moe": self.moe,
+            "post-norm": self.norm == "post",
+            "no-attention-hc": not self.self_attention_hyper_connection,
+            "no-mlp-hc": not self.mlp_hyper_connection,
+        }
+        chosen = [option for option, is_chosen in options.items() if is_chosen]
+        return "+".join([self.mixer, self.activation, f"ffn={self.ffn_hidden_size}", *chosen])
+
 
 class LayerDefaults(NamedTuple):
     """Default settings of an entry of ``layer_pattern``."""

@@ -18,6 +18,15 @@ SINKHORN_FLOOR = 1e-30
 """Minimum entry after the first normalization, far below rounding; it prevents rows or columns that sum to 0."""
 
 
+class Split(NamedTuple):
+    """How the ranks of tensor parallelism share a parameter: along one axis, which consists of sections of units."""
+
+    axis: int
+    sections: tuple[tuple[int, int], ...]
+    """Number of units and width of a unit, by section, e.g. the heads of q, k and v. A rank has consecutive units of
+    every section. A section of fewer units than ranks has each unit on several ranks."""
+
+
 class ParameterSpec(NamedTuple):
     """Shape and initial distribution of one parameter: normal(mean, std), or the distribution named by ``drawn``."""
 
@@ -27,6 +36,8 @@ class ParameterSpec(NamedTuple):
     drawn: Literal["normal", "log rate", "time step"] = "normal"
     offset: float = 0.0
     """Added to the parameter where it is used: 1 for the gain of a zero-centered norm."""
+    split: Split | None = None
+    """Division among ranks of tensor parallelism; None: each of them has the whole parameter."""
 
 
 def initial_value(seed: int, name: str, spec: ParameterSpec) -> np.ndarray:
@@ -55,32 +66,36 @@ def rotary_frequencies(head_dim: int, base: float) -> np.ndarray:
 
 
 def linear_spec(
-    config: TransformerConfig, out_features: int, in_features: int, *, is_output: bool = False
+    config: TransformerConfig, out_features: int, in_features: int, *heads: tuple[int, int], is_output: bool = False
 ) -> dict[str, ParameterSpec]:
     """Return the parameters of a linear map ``y = x @ weight.T + bias``.
 
     ``is_output`` marks a projection back onto the residual, whose standard deviation is divided by
-    sqrt(2 num_layers) so that the residual's variance does not grow with depth.
+    sqrt(2 num_layers) so that the residual's variance does not grow with depth. ``heads`` are the sections of Split
+    that divide the columns of an output projection, else the rows.
     """
     std = config.init_method_std / (math.sqrt(2 * config.num_layers) if is_output else 1.0)
-    specs = {"weight": ParameterSpec((out_features, in_features), std=std)}
+    split = Split(1 if is_output else 0, heads) if heads else None
+    specs = {"weight": ParameterSpec((out_features, in_features), std=std, split=split)}
     if config.add_bias_linear:
-        specs["bias"] = ParameterSpec((out_features,))
+        specs["bias"] = ParameterSpec((out_features,), split=None if is_output else split)
     return specs
 
 
 def attention_specs(config: TransformerConfig) -> dict[str, dict[str, ParameterSpec]]:
     """Return the parameters of causal self-attention, by submodule."""
-    queries = config.num_attention_heads * config.head_dim
-    keys_values = 2 * config.query_groups * config.head_dim
-    specs = {"linear_qkv": linear_spec(config, queries + keys_values, config.hidden_size)}
+    heads = config.num_attention_heads, config.head_dim
+    groups = config.query_groups, config.head_dim
+    queries = math.prod(heads)
+    width = config.hidden_size
+    specs = {"linear_qkv": linear_spec(config, queries + 2 * math.prod(groups), width, heads, groups, groups)}
     if config.qk_layernorm:
-        joint = config.qk_layernorm_scope == "projection"
-        for name, heads in (("q_layernorm", config.num_attention_heads), ("k_layernorm", config.query_groups)):
-            specs[name] = norm_spec(config, config.head_dim * (heads if joint else 1))
+        for name, units in (("q_layernorm", heads), ("k_layernorm", groups)):
+            joint = config.qk_layernorm_scope == "projection"
+            specs[name] = norm_spec(config, *units) if joint else norm_spec(config, 1, config.head_dim)
     if config.attention_output_gate:
-        specs["linear_gate"] = linear_spec(config, queries, config.hidden_size)
-    return specs | {"linear_proj": linear_spec(config, config.hidden_size, queries, is_output=True)}
+        specs["linear_gate"] = linear_spec(config, queries, width, heads)
+    return specs | {"linear_proj": linear_spec(config, width, queries, heads, is_output=True)}
 
 
 def latent_attention_specs(config: TransformerConfig) -> dict[str, dict[str, ParameterSpec]]:
@@ -93,12 +108,13 @@ def latent_attention_specs(config: TransformerConfig) -> dict[str, dict[str, Par
     rank = config.kv_lora_rank or 0
     shared = config.qk_pos_emb_head_dim or 0
     width = config.hidden_size
+    up = heads, key - shared + value
     return {
-        "linear_q_proj": linear_spec(config, heads * key, width),
+        "linear_q_proj": linear_spec(config, heads * key, width, (heads, key)),
         "linear_kv_down_proj": linear_spec(config, rank + shared, width),
-        "kv_layernorm": norm_spec(config, rank),
-        "linear_kv_up_proj": linear_spec(config, heads * (key - shared + value), rank),
-        "linear_proj": linear_spec(config, width, heads * value, is_output=True),
+        "kv_layernorm": norm_spec(config, 1, rank),
+        "linear_kv_up_proj": linear_spec(config, math.prod(up), rank, up),
+        "linear_proj": linear_spec(config, width, heads * value, (heads, value), is_output=True),
     }
 
 
@@ -111,33 +127,36 @@ def delta_rule_specs(config: TransformerConfig, mixer: str) -> dict[str, dict[st
     heads, value_heads, key, value = config.linear_heads
     width = config.hidden_size
     channels = 2 * heads * key + value_heads * value
+    taps = config.linear_conv_kernel_dim
+    keys = heads, key
+    values = value_heads, value
+    decays = value_heads, key if mixer == "kda" else 1
+    scalars = value_heads, 1
+    qkv = Split(0, (keys, keys, values))
     specs = {
-        "linear_qkv": linear_spec(config, channels, width),
-        "conv1d": {
-            "weight": ParameterSpec((channels, config.linear_conv_kernel_dim), std=config.linear_conv_kernel_dim**-0.5)
-        },
-        "linear_beta": linear_spec(config, value_heads, width),
+        "linear_qkv": linear_spec(config, channels, width, *qkv.sections),
+        "conv1d": {"weight": ParameterSpec((channels, taps), std=taps**-0.5, split=qkv)},
+        "linear_beta": linear_spec(config, value_heads, width, scalars),
     }
     if mixer == "kda":
         specs |= {
             "linear_decay_down": linear_spec(config, value, width),
-            "linear_decay_up": linear_spec(config, value_heads * key, value),
+            "linear_decay_up": linear_spec(config, value_heads * key, value, decays),
             "linear_gate_down": linear_spec(config, value, width),
-            "linear_gate_up": linear_spec(config, value_heads * value, value),
+            "linear_gate_up": linear_spec(config, value_heads * value, value, values),
         }
     else:
         specs |= {
-            "linear_decay": linear_spec(config, value_heads, width),
-            "linear_gate": linear_spec(config, value_heads * value, width),
+            "linear_decay": linear_spec(config, value_heads, width, scalars),
+            "linear_gate": linear_spec(config, value_heads * value, width, values),
         }
-    decays = value_heads * key if mixer == "kda" else value_heads
     return specs | {
         "decay_gate": {
-            "A_log": ParameterSpec((value_heads,), drawn="log rate"),
-            "dt_bias": ParameterSpec((decays,), drawn="time step"),
+            "A_log": ParameterSpec((value_heads,), drawn="log rate", split=Split(0, (scalars,))),
+            "dt_bias": ParameterSpec((math.prod(decays),), drawn="time step", split=Split(0, (decays,))),
         },
         "out_norm": {"weight": ParameterSpec((value,), mean=1.0)},
-        "linear_proj": linear_spec(config, width, value_heads * value, is_output=True),
+        "linear_proj": linear_spec(config, width, value_heads * value, values, is_output=True),
     }
 
 
@@ -164,7 +183,9 @@ def mlp_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[st
         specs["router"]["expert_bias"] = ParameterSpec((experts,))
     for name, spec in _mlp_specs(config, layer.activation, layer.ffn_hidden_size).items():
         weight = spec["weight"]
-        specs[f"experts.{name}"] = {"weight": weight._replace(shape=(experts, *weight.shape))}
+        assert weight.split is not None, "both maps of an MLP are divided"
+        split = weight.split._replace(axis=weight.split.axis + 1)
+        specs[f"experts.{name}"] = {"weight": weight._replace(shape=(experts, *weight.shape), split=split)}
     if config.moe_shared_expert_intermediate_size is not None:
         shared = _mlp_specs(config, layer.activation, config.moe_shared_expert_intermediate_size)
         specs |= {f"shared_experts.{name}": spec for name, spec in shared.items()}
@@ -175,16 +196,20 @@ def mlp_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[st
 
 def _mlp_specs(config: TransformerConfig, activation: str, width: int) -> dict[str, dict[str, ParameterSpec]]:
     """Return the parameters of two linear maps around an activation function, by submodule."""
+    channels = width, 1
+    sections = [channels] * (2 if activation == "swiglu" else 1)
     return {
-        "linear_fc1": linear_spec(config, width * (2 if activation == "swiglu" else 1), config.hidden_size),
-        "linear_fc2": linear_spec(config, config.hidden_size, width, is_output=True),
+        "linear_fc1": linear_spec(config, width * len(sections), config.hidden_size, *sections),
+        "linear_fc2": linear_spec(config, config.hidden_size, width, channels, is_output=True),
     }
 
 
-def norm_spec(config: TransformerConfig, width: int | None = None) -> dict[str, ParameterSpec]:
-    """Return the parameters of an RMSNorm over so many channels; None: over hidden_size."""
+def norm_spec(config: TransformerConfig, heads: int = 1, width: int | None = None) -> dict[str, ParameterSpec]:
+    """Return the parameters of an RMSNorm over some heads together, each of so many channels; None: hidden_size."""
     offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-    return {"weight": ParameterSpec((width or config.hidden_size,), mean=1.0 - offset, offset=offset)}
+    width = width or config.hidden_size
+    split = Split(0, ((heads, width),)) if heads > 1 else None
+    return {"weight": ParameterSpec((heads * width,), mean=1.0 - offset, offset=offset, split=split)}
 
 
 def hyper_connection_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
@@ -210,7 +235,8 @@ def hyper_connection_head_spec(config: TransformerConfig) -> dict[str, Parameter
 
 def embedding_spec(config: TransformerConfig) -> dict[str, ParameterSpec]:
     """Return the parameters of the token embedding or of an untied output layer."""
-    return {"weight": ParameterSpec((config.vocab_size, config.hidden_size), std=config.init_method_std)}
+    split = Split(0, ((config.vocab_size, 1),))
+    return {"weight": ParameterSpec((config.vocab_size, config.hidden_size), std=config.init_method_std, split=split)}
 
 
 def parameter_specs(

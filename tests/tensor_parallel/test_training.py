@@ -1,0 +1,169 @@
+"""Training over tensor-parallel ranks is training: the same losses, norms, gradients, parameters, checkpoints."""
+
+from dataclasses import replace
+
+import pytest
+
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.mesh import undivided
+from diptych.plans.training import check_trainable
+from parity.ranks import RankTrainer
+from reference_torch.rank_pool import RankPool
+from reference_torch.train import Trainer
+from reference_torch.transformer import GPTModel
+from tests.backends import tiny_corpus
+from tests.pipeline.test_training import trajectory, worst
+from tests.test_documents import corpus_of_documents
+
+CONFIG = TransformerConfig(
+    hidden_size=16,
+    num_layers=3,
+    num_attention_heads=4,
+    num_query_groups=2,
+    seq_length=12,
+    hidden_dropout=0.1,
+    layer_pattern="attention,gdn+gelu+ffn=12,kda",
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    add_bias_linear=True,
+    params_dtype="float64",
+    init_method_std=0.2,
+    pipeline_timeout=60.0,
+    tensor_model_parallel_size=2,
+)
+TRAIN = TrainConfig(
+    train_iters=8, global_batch_size=4, micro_batch_size=2, lr=3e-3, min_lr=3e-4, lr_warmup_iters=2, eval_iters=2
+)
+TOKENS = {"sequence_parallel": True}
+FOUR = {"tensor_model_parallel_size": 4}
+"""More ranks than heads of keys and values in each mixer."""
+STAGES = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|ttL"}
+HYPER = {"enable_hyper_connections": True, "num_residual_streams": 2}
+SELECTIVE = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ("mhc", "core_attn", "mlp", "layernorm", "activation"),
+}
+EXPERTS = {
+    "layer_pattern": "attention+moe,gdn+moe,kda+moe+post-norm",
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 8,
+    "moe_shared_expert_intermediate_size": 12,
+    "moe_shared_expert_gate": True,
+    "moe_aux_loss_coeff": 0.1,
+}
+LATENT = {
+    "layer_pattern": "mla,gdn",
+    "kv_lora_rank": 6,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 4,
+    "rotary_percent": 0.0,
+}
+NORMS = {"qk_layernorm": True, "qk_layernorm_scope": "projection", "attention_output_gate": True}
+OFFLOAD = {"enable_tensor_offload": True, "enable_activation_offload": True, "activation_offload_min_bytes": 1}
+PLAIN = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_modules": (),
+    "enable_tensor_offload": False,
+    "enable_activation_offload": False,
+}
+CUTS = {
+    "two": {},
+    "two, tokens": TOKENS,
+    "four": FOUR,
+    "four, tokens": {**FOUR, **TOKENS},
+    "joint norms": {**FOUR, **NORMS},
+    "joint norms, tokens": {**FOUR, **TOKENS, **NORMS, "layernorm_zero_centered_gamma": True},
+    "norms of heads": {**TOKENS, "qk_layernorm": True},
+    "hyper-connections": HYPER,
+    "hyper-connections, tokens": {**TOKENS, **HYPER, "mhc_head": "learned"},
+    "experts": EXPERTS,
+    "experts, tokens": {**TOKENS, **EXPERTS, **HYPER},
+    "latent attention": {**TOKENS, **LATENT},
+    "stages": {**STAGES, "untie_embeddings_and_output_weights": True},
+    "stages of experts, zero bubble": {**TOKENS, **STAGES, **EXPERTS, **HYPER, "pipeline_schedule": "zb-h1"},
+    "context": {"context_parallel_size": 2, "cp_attention_layout": "zigzag"},
+    "context, tokens": {**TOKENS, **HYPER, "context_parallel_size": 2},
+    "context, pipelined": {**TOKENS, "context_parallel_size": 2, "cp_exchange": "pipelined"},
+    "full recompute": {**TOKENS, "recompute_granularity": "full", "recompute_method": "uniform"},
+    "selective recompute": {**TOKENS, **HYPER, **SELECTIVE},
+    "offload": {**TOKENS, **OFFLOAD},
+    "all of it": {**TOKENS, **STAGES, **HYPER, **SELECTIVE, **OFFLOAD, "context_parallel_size": 2},
+    "tokens counted": {**TOKENS, "calculate_per_token_loss": True},
+}
+DAILY = ("joint norms", "experts, tokens", "stages of experts, zero bubble")
+
+
+def assert_same(found: tuple, expected: tuple) -> None:
+    """Loss and gradients of one batch to 1e-12; AdamW magnifies rounding in the steps that follow."""
+    reported, gradients, parameters = worst(found, expected)
+    assert found[0]["loss"][0] == pytest.approx(expected[0]["loss"][0], rel=1e-12)
+    assert gradients <= 1e-12
+    assert reported <= 1e-11
+    assert parameters <= 1e-9
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("cut", [pytest.param(cut, marks=() if cut in DAILY else pytest.mark.slow) for cut in CUTS])
+def test_s1_torch_trains_as_one_process(cut):
+    corpus = corpus_of_documents() if "tokens" in cut else tiny_corpus()
+    config = replace(CONFIG, **CUTS[cut])
+    alone = undivided(replace(config, **PLAIN))
+    with RankTrainer(config, TRAIN, corpus) as trainer:
+        assert_same(trajectory(trainer, corpus), trajectory(Trainer(alone, TRAIN, corpus, device="cpu"), corpus))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("changes", [{}, TOKENS, {**TOKENS, **STAGES}], ids=["ranks", "tokens", "stages"])
+def test_s1_replicas_of_ranks_train_as_one_process(changes):
+    corpus = tiny_corpus()
+    config = replace(CONFIG, **changes)
+    batch = corpus.batch(5, TRAIN.global_batch_size, CONFIG.seq_length)
+    with RankPool(2 * config.model_parallel_size, preload=("reference_torch.train",)) as pool:
+        pool.hold("parity.ranks:make_trainer", config, TRAIN, corpus)
+        parts = pool.call("loss_and_gradients", batch, 5)
+    expected = Trainer(undivided(config), TRAIN, corpus, device="cpu").loss_and_gradients(batch, 5)
+    for loss, gradients in parts:
+        assert loss == pytest.approx(expected[0], rel=1e-12)
+        assert worst((gradients,), (expected[1],))[0] <= 1e-11
+
+
+@pytest.mark.multiprocess
+def test_s1_a_checkpoint_is_of_any_number_of_ranks(tmp_path):
+    """Heads that several ranks hold, and their moments, are stored once, and each rank reads its own part."""
+    corpus = tiny_corpus()
+    four = replace(CONFIG, **FOUR)
+    two = replace(CONFIG, **TOKENS)
+    alone = Trainer(undivided(CONFIG), TRAIN, corpus, device="cpu")
+    with RankTrainer(four, TRAIN, corpus) as trainer:
+        trainer.train_step(0)
+        trainer.save(tmp_path / "four")
+    with RankTrainer(two, TRAIN, corpus) as trainer:
+        assert trainer.resume(tmp_path / "four") == 1
+        trainer.train_step(1)
+        trainer.save(tmp_path / "two")
+    assert alone.resume(tmp_path / "two") == 2
+    found = alone.parameters()
+    again = Trainer(undivided(CONFIG), TRAIN, corpus, device="cpu")
+    for step in range(2):
+        again.train_step(step)
+    assert worst((found,), (again.parameters(),))[0] <= 1e-9
+    for trainer in (alone, again):
+        trainer.train_step(2)  # the moments, too
+    assert worst((alone.parameters(),), (again.parameters(),))[0] <= 1e-9
+
+
+def test_a_model_of_all_ranks_is_refused():
+    with pytest.raises(ValueError, match=r"config: expected the part of one of 2 .*rank_config\(config\)"):
+        GPTModel(CONFIG)
+
+
+def test_a_microbatch_whose_tokens_the_ranks_do_not_divide_is_refused():
+    config = replace(CONFIG, context_parallel_size=4, **TOKENS)
+    train = replace(TRAIN, micro_batch_size=1)
+    with pytest.raises(
+        ValueError, match=r"micro_batch_size: .* a multiple of tensor_model_parallel_size=2 tokens on each"
+    ):
+        check_trainable(config, train)
