@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from reference_torch.recompute.internals import skipped_by_compile
@@ -43,9 +44,22 @@ class ObservedCall:
         """What somebody else had put there, if anything."""
         vars(module)["_call_impl"] = self
 
-    @skipped_by_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
+        """Call the module.
+
+        Raises:
+            NotImplementedError: torch.export traces the call.
+        """
+        if torch.compiler.is_exporting():
+            raise NotImplementedError(
+                "torch.export: expected a model whose parameters stay where they are, got an offloaded layer; close "
+                "the offload manager, export, and offload again"
+            )
+        return self._observed(*args, **kwargs)
+
+    @skipped_by_compile
+    def _observed(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, and end the observation of its forwards."""
         depth = self._observer.depth
         try:
             if self._replaced is not None:
@@ -59,7 +73,7 @@ class ObservedCall:
     def _called(self) -> Any:
         """Return the module that is called: the layer, or one with a copy of its attributes, as a replica has."""
         frame = sys._getframe(1)
-        for _ in range(8):  # torch.compile and type checkers add some
+        for _ in range(16):  # torch.compile and type checkers add some
             if frame is None:
                 break
             if frame.f_code.co_name == "_wrapped_call_impl":

@@ -12,7 +12,12 @@ from reference_torch.offload.link import Link, OffloadError
 from reference_torch.offload.memory import OffloadedMemory, OffloadedParameter, OffloadedTensor
 from reference_torch.offload.observe import LayerObserver
 from reference_torch.offload.registry import forget, register
-from reference_torch.offload.writes import has_backward_hooks, has_gradient_hooks, possible_statistics
+from reference_torch.offload.writes import (
+    has_backward_hooks,
+    has_forward_hooks,
+    has_gradient_hooks,
+    possible_statistics,
+)
 from reference_torch.recompute.region import is_held_only_by
 
 IN_USE = "its memory is used by others"
@@ -137,8 +142,8 @@ class OffloadedLayer:
     def note_untracked_writes(self, kind: str) -> None:
         """Record writes of a use that no version counter records.
 
-        Examples are the running statistics of a batch norm in forward, and in backward fused optimizers that run by
-        hooks on parameters, and hooks that write ``.data``.
+        Examples are the running statistics of a batch norm in forward, fused optimizers that run by hooks on parameters
+        in backward, and hooks that write ``.data`` in either.
 
         Args:
             kind: kind of the use that has ended.
@@ -148,6 +153,7 @@ class OffloadedLayer:
         if is_backward:
             self.end_replay()
         runs_hooks = is_backward and has_backward_hooks(self._parts)
+        runs_hooks = runs_hooks or (runs_forward and has_forward_hooks(self._parts))
         writes_buffers = runs_hooks or (runs_forward and any(part.training for part in self._parts))
         for memory in self.memories:
             for tensor in memory.tensors:

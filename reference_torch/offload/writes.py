@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 from torch.nn.modules.batchnorm import _NormBase
 
-LARGEST_STATISTICS = 2**18
-"""Bytes up to which a vector may be the running statistics of a batch norm."""
+LARGEST_STATISTICS = 2**20
+"""Bytes up to which a tensor may be the running statistics of a batch norm."""
 
 
 class OwnHook(partial):
@@ -16,7 +16,7 @@ class OwnHook(partial):
 
 
 def possible_statistics(parts: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Return the vectors of a layer that its forward may pass to F.batch_norm as running statistics.
+    """Return the tensors of a layer that its forward may pass, as vectors, to F.batch_norm as running statistics.
 
     PyTorch's own modules pass nothing else than the buffers of norms; any module may hold the others.
 
@@ -27,10 +27,18 @@ def possible_statistics(parts: Iterable[nn.Module]) -> Iterator[Tensor]:
         if type(part).__module__.startswith("torch.nn.modules.") and not isinstance(part, _NormBase):
             continue
         for tensor in (*part._parameters.values(), *part._buffers.values()):
-            if tensor is None or tensor.ndim != 1 or not tensor.is_floating_point():
-                continue
-            if tensor.nbytes <= LARGEST_STATISTICS:
+            if tensor is not None and tensor.is_floating_point() and tensor.nbytes <= LARGEST_STATISTICS:
                 yield tensor
+
+
+def has_forward_hooks(parts: Iterable[nn.Module]) -> bool:
+    """Return True if hooks of a user run in the forward of a layer, which consists of these modules."""
+    if hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks:
+        return True
+    hooks = (
+        hook for part in parts for each in (part._forward_hooks, part._forward_pre_hooks) for hook in each.values()
+    )
+    return any(not str(getattr(hook, "__module__", "")).startswith("reference_torch.") for hook in hooks)
 
 
 def has_backward_hooks(parts: Iterable[nn.Module]) -> bool:

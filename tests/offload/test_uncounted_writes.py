@@ -154,3 +154,59 @@ def test_layers_without_hooks_are_not_written_back_after_backward():
         ours(batch(step)).sum().backward()
     assert manager.stats["bytes_out"] == before
     manager.close()
+
+
+class Viewed(nn.Module):
+    """A layer that views a buffer of any shape as running statistics."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("variance", torch.ones(shape))
+
+    def forward(self, x):
+        return F.batch_norm(x, self.mean.view(-1), self.variance.view(-1), training=True)
+
+
+@pytest.mark.parametrize("shape", [(1, WIDTH), (80_000,)])
+def test_statistics_of_any_shape_in_an_evaluated_layer(shape):
+    plain, ours = models(lambda: Viewed(shape))
+    manager = offload_modules(ours, ["0", "1", "2"], num_prefetch_layers=0)
+    plain.eval()
+    ours.eval()
+    for step in range(2):
+        x = torch.randn(6, shape[-1], generator=torch.Generator().manual_seed(step)) + 5
+        assert torch.equal(plain(x), ours(x))
+    assert_equal_values(ours, plain)
+    manager.close()
+
+
+@pytest.mark.parametrize("register", ["register_forward_pre_hook", "register_forward_hook"])
+def test_data_written_by_hooks_of_forward_that_came_after_offload(register):
+    plain, ours = models(lambda: nn.Linear(WIDTH, WIDTH))
+    manager = offload_modules(ours, ["0", "1", "2"], num_prefetch_layers=0)
+
+    def clamp(module, *_):
+        module.weight.data.clamp_(-0.1, 0.1)
+
+    for model in (plain, ours):
+        for layer in model:
+            getattr(layer, register)(clamp)
+        for step in range(2):
+            model(batch(step)).square().sum().backward()
+    assert_equal_values(ours, plain)
+    for parameter, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+    manager.close()
+
+
+def test_export_is_refused():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    manager = offload_modules(model, ["0"])
+    with pytest.raises(
+        NotImplementedError, match=r"torch.export: .* got an offloaded layer; close the offload manager"
+    ):
+        torch.export.export(model, (batch(),), strict=False)
+    manager.close()
+    assert torch.equal(torch.export.export(model, (batch(),), strict=False).module()(batch()), model(batch()))
