@@ -1,45 +1,49 @@
 """Attributes that submodules set in their forward, and that the code around the cuts reads."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from threading import Lock
 from typing import Any
 
 from torch import Tensor, nn
 
+from reference_torch.pipeline.nested_values import CONTAINERS, PLAIN, containers_copied, contents, same_plain
 from reference_torch.pipeline.partial_forward import Run, current_run
 
 
 class AttributeReads:
     """A context that notes which attributes of whole submodules the enclosing code reads, and in which part.
 
-    At its end, the submodules have the attributes that they had before.
+    At its end, the submodules and those that enclose a cut have the attributes that they had before.
 
     Args:
-        whole: the submodules, by name. Those that are compiled are not watched.
+        whole: the submodules, by name; what is in them is watched too.
+        enclosing: submodules that enclose a cut.
     """
 
-    def __init__(self, whole: Mapping[str, nn.Module]) -> None:
-        modules = [(name, module) for name, module in whole.items() if module._compiled_call_impl is None]
-        self._modules = {id(module): (name, module) for name, module in modules}
-        self._classes = [(module, type(module)) for _, module in self._modules.values()]
-        self._before = {name: _versions(module) for name, module in self._modules.values()}
-        self._attributes = [(inner, dict(vars(inner))) for each in whole.values() for inner in each.modules()]
-        self._read: dict[tuple[str, str], set[int]] = {}
+    def __init__(self, whole: Mapping[str, nn.Module], enclosing: Mapping[str, nn.Module]) -> None:
+        inner = [
+            (path, owner, module) for owner, each in whole.items() for path, module in each.named_modules(None, owner)
+        ]
+        self._modules = {id(module): (path, owner, module) for path, owner, module in inner}
+        self._before = {key: _contents(module) for key, (_, _, module) in self._modules.items()}
+        memo: dict[int, Any] = {}
+        modules = [*(module for _, _, module in inner), *enclosing.values()]
+        self._attributes = [(module, _copied(module, memo)) for module in modules]
+        self._read: dict[tuple[int, str], set[int]] = {}
 
     def __enter__(self) -> None:
-        for module, kind in self._classes:
-            make: Any = type(kind)
-            module.__class__ = make(kind.__name__, (_Watched, kind), {"_note": self._note})
+        _watch(self, 1)
 
     def __exit__(self, *exception: object) -> None:
-        for module, kind in self._classes:
-            module.__class__ = kind
-        for inner, attributes in self._attributes:
-            vars(inner).clear()
-            vars(inner).update(attributes)
+        _watch(self, -1)
+        for module, attributes in self._attributes:
+            vars(module).clear()
+            vars(module).update(attributes)
 
-    def _note(self, module: nn.Module, key: str, run: Run) -> None:
+    def note(self, module: nn.Module, key: str, run: Run) -> None:
         """Note the read of an attribute."""
-        self._read.setdefault((self._modules[id(module)][0], key), set()).add(run.part)
+        if id(module) in self._modules and key not in _REGISTRIES:
+            self._read.setdefault((id(module), key), set()).add(run.part)
 
     def check(self, parts: Mapping[str, set[int]]) -> None:
         """Refuse that one part reads an attribute that a submodule of another part has changed.
@@ -47,43 +51,82 @@ class AttributeReads:
         Args:
             parts: parts that call each submodule.
         """
-        after = {name: _versions(module) for name, module in self._modules.values()}
-        for (name, key), readers in self._read.items():
-            users = sorted(readers | parts.get(name, set()))
-            if len(users) > 1 and not _equal(self._before[name].get(key), after[name].get(key)):
+        for (module, key), readers in self._read.items():
+            path, owner, changed = self._modules[module]
+            users = readers | parts.get(owner, set())
+            if len(users) > 1 and not _equal(self._before[module].get(key), _contents(changed, key).get(key)):
                 raise ValueError(
                     f"split_model: expected the code around the cuts to read in stage {max(readers)} what submodules "
-                    f"return, got attribute '{name}.{key}', which a submodule sets in another stage; return it from "
+                    f"return, got attribute '{path}.{key}', which a submodule sets in another stage; return it from "
                     "that submodule, and pass it on as a value"
                 )
 
 
-class _Watched:
-    """A submodule whose attributes the enclosing code may read."""
-
-    _note: Callable[[Any, str, Run], None]
-
-    def __getattribute__(self, name: str) -> Any:
-        run = current_run()
-        if run is not None and not run.is_inside and not name.startswith("__") and name in vars(self):
-            type(self)._note(self, name, run)
-        return super().__getattribute__(name)
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+"""Attributes that others watch."""
+_active: list[AttributeReads] = []
+_lock = Lock()
 
 
-_Version = tuple[Any, int | None]
-"""A value, and its version if it is a tensor that changes in place."""
+def _watch(reads: AttributeReads, more: int) -> None:
+    """Let modules tell which attributes are read, while there are contexts.
+
+    Args:
+        reads: the context.
+        more: 1 at its start, -1 at its end.
+    """
+    make: Any = nn.Module
+    with _lock:
+        if more == 1:
+            _active.append(reads)
+            make.__getattribute__ = _attribute
+        else:
+            _active.remove(reads)
+            if not _active:
+                del make.__getattribute__
 
 
-def _versions(module: nn.Module) -> dict[str, _Version]:
-    return {
-        key: (value, value._version if isinstance(value, Tensor) and not value.is_inference() else None)
-        for key, value in vars(module).items()
-    }
+def _attribute(module: nn.Module, name: str) -> Any:
+    """Return an attribute of a module, and note that the enclosing code of a traced forward reads it."""
+    run = current_run()
+    get = super(nn.Module, module).__getattribute__
+    if run is not None and not run.is_inside and not name.startswith("__") and name in get("__dict__"):
+        for reads in _active:
+            reads.note(module, name, run)
+    return get(name)
 
 
-def _equal(one: _Version | None, other: _Version | None) -> bool:
-    """Return True if a value is the same object, or an equal plain value, and has the same version."""
-    if one is None or other is None:
+def _copied(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
+    """Return the attributes of a module, with containers of their own."""
+    attributes = vars(module).items()
+    return {key: value if key in _REGISTRIES else containers_copied(value, memo) for key, value in attributes}
+
+
+_Contents = list[tuple[Any, Any, int | None]]
+"""Each place in a value, what is there, and its version if it is a tensor that changes in place."""
+
+
+def _contents(module: nn.Module, only: str | None = None) -> dict[str, _Contents]:
+    """Return what the attributes of a module, or one of them, contain."""
+    items = [(key, value) for key, value in vars(module).items() if key not in _REGISTRIES and only in (None, key)]
+    return {key: [(place, each, _version(each)) for place, each in contents(value).items()] for key, value in items}
+
+
+def _version(value: Any) -> int | None:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+
+
+def _equal(one: _Contents | None, other: _Contents | None) -> bool:
+    """Return True if two values contain the same objects, or equal plain values, with the same versions."""
+    if one is None or other is None or len(one) != len(other):
         return one is other
-    plain = isinstance(one[0], int | float | str) and type(one[0]) is type(other[0]) and one[0] == other[0]
-    return (one[0] is other[0] or plain) and one[1] == other[1]
+    return all(
+        place == place_now and version == version_now and (old is new or _equal_plain(old, new))
+        for (place, old, version), (place_now, new, version_now) in zip(one, other, strict=True)
+    )
+
+
+def _equal_plain(one: Any, other: Any) -> bool:
+    if isinstance(one, CONTAINERS):  # what they contain is compared too
+        return type(one) is type(other)
+    return isinstance(one, (*PLAIN, frozenset)) and same_plain(one, other)

@@ -1,10 +1,11 @@
-"""Tensors anywhere in a value: in pytrees, and in the attributes of objects such as dataclasses."""
+"""Tensors and plain values anywhere in a value: in pytrees, and in the attributes of objects such as dataclasses."""
 
 import copy
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -13,6 +14,18 @@ _DEPTH = 3
 
 _CLOSED = (nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 """Objects whose attributes are no values of a forward."""
+
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+"""Values without tensors, which == compares."""
+
+MISSING = object()
+"""In the place of a value that is not there."""
+
+CONTAINERS = (list, tuple, dict)
+"""Objects that contain others in places."""
+
+Place = tuple[tuple[bool, Any], ...]
+"""Where a value is inside of another: for each step, whether it is an attribute, and its name, key or index."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -76,3 +89,93 @@ def _slots(kind: type) -> list[str]:
     slots = vars(kind).get("__slots__", ())
     names = [slots] if isinstance(slots, str) else [*slots]
     return [name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__")]
+
+
+def contents(value: Any) -> dict[Place, Any]:
+    """Return what a value contains, by place: itself, what is in lists, tuples and dicts, and attributes of objects."""
+    found: dict[Place, Any] = {}
+    _visit((), value, found, set(), _DEPTH)
+    return found
+
+
+def _visit(place: Place, value: Any, found: dict[Place, Any], outer: set[int], depth: int) -> None:
+    found[place] = frozenset(value) if isinstance(value, set) else value
+    if id(value) in outer or isinstance(value, (*PLAIN, Tensor)):
+        return
+    if isinstance(value, CONTAINERS):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        steps = [(False, key, item) for key, item in [*items]]
+    else:
+        depth -= 1
+        steps = [(True, name, item) for name, item in _attributes(value).items()] if depth >= 0 else []
+    for is_attribute, key, item in steps:
+        _visit((*place, (is_attribute, key)), item, found, outer | {id(value)}, depth)
+
+
+def plain_in(value: Any) -> dict[Place, Any]:
+    """Return the plain values that a value contains, by place."""
+    return {place: each for place, each in contents(value).items() if isinstance(each, (*PLAIN, frozenset))}
+
+
+def changes(before: dict[Place, Any], after: dict[Place, Any]) -> dict[Place, Any]:
+    """Return the plain values that differ, new lists and dicts (empty), and MISSING for what has been removed."""
+    found: dict[Place, Any] = {}
+    for place, value in after.items():
+        old = before.get(place, MISSING)
+        if type(value) in (dict, list) and type(old) is not type(value):
+            found[place] = type(value)()
+        elif isinstance(value, (*PLAIN, frozenset)) and not same_plain(old, value):
+            found[place] = value
+    removed = [place for place, old in before.items() if place not in after and isinstance(old, (*PLAIN, frozenset))]
+    return found | dict.fromkeys(reversed(removed), MISSING)
+
+
+def same_plain(one: Any, other: Any) -> bool:
+    """Return True for equal plain values of one type; nan equals nan."""
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+
+
+def change(value: Any, place: Place, new: Any) -> None:
+    """Make a change inside of a value, if it has the place."""
+    *outer, (is_attribute, key) = place
+    try:
+        for was_attribute, name in outer:
+            value = getattr(value, name) if was_attribute else value[name]
+        if isinstance(new, frozenset):
+            old = getattr(value, key) if is_attribute else value[key]
+            old.clear()
+            old.update(new)
+        elif is_attribute:
+            object.__delattr__(value, key) if new is MISSING else object.__setattr__(value, key, new)
+        elif new is MISSING:
+            del value[key]
+        elif isinstance(value, list) and key == len(value):
+            value.append(new)
+        else:
+            value[key] = copy.copy(new)
+    except (AttributeError, IndexError, KeyError, TypeError):
+        pass  # of an object that stages do not share
+
+
+def containers_copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a value with copies of its lists, dicts and sets, also of those in tuples; what they contain stays.
+
+    Args:
+        value: the value.
+        memo: copies by the id of the original, also of those that stay.
+    """
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, tuple):
+        items = [containers_copied(item, memo) for item in value]
+        if all(item is old for item, old in zip(items, value, strict=True)):
+            return value
+        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(value, list | dict | set):
+        return value
+    memo[id(value)] = copied = copy.copy(value)
+    if isinstance(copied, list | dict):
+        for key, item in [*(copied.items() if isinstance(copied, dict) else enumerate(copied))]:
+            if isinstance(item, list | dict | set | tuple):
+                copied[key] = containers_copied(item, memo)
+    return copied

@@ -21,7 +21,18 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
-from reference_torch.pipeline.nested_values import tensors_in, with_tensors_replaced
+from reference_torch.pipeline.nested_values import (
+    MISSING,
+    Place,
+    change,
+    changes,
+    containers_copied,
+    contents,
+    plain_in,
+    same_plain,
+    tensors_in,
+    with_tensors_replaced,
+)
 
 Number = tuple[int, int]
 """A tensor of a forward: number of the event that made it (-1: an argument) and place among its results."""
@@ -41,6 +52,10 @@ class Event:
     result: Any
     everywhere: bool = False
     """True if every part computes it: it reads neither arguments nor parameters nor random numbers."""
+    plain: dict[Place, Any] = field(default_factory=dict)
+    """The plain values in the result of a submodule, such as numbers."""
+    changes: dict[Place, Any] = field(default_factory=dict)
+    """The plain values that a submodule has changed in its arguments."""
 
 
 @dataclass
@@ -231,10 +246,17 @@ class PartialRun(Run):
         number = self._next
         self._next += 1
         if self.part < self._own and not expected.everywhere:
+            for place, new in expected.changes.items():
+                change((args, kwargs), place, new)
             return self._received(expected.result)
+        is_read = isinstance(called, str) and self._own + 1 < len(self._trace.crossing)
+        before = contents((args, kwargs)) if is_read else {}
         result = call(*args, **kwargs)
         if expected.everywhere:
             return result
+        if is_read:
+            _check_plain(called, "returns", expected.plain, plain_in(result))
+            _check_plain(called, "puts into an argument", expected.changes, changes(before, contents((args, kwargs))))
         for place, tensor in enumerate(tensors_in(result)):
             if isinstance(tensor, FakeTensor):
                 raise ValueError(self._of_another_stage(called, (args, kwargs)))
@@ -282,13 +304,30 @@ class PartialRun(Run):
     def _received(self, value: Any) -> Any:
         """Return a traced value with the received tensors in their places."""
         if not any(getattr(tensor, "_number", None) in self.tensors for tensor in tensors_in(value)):
-            return value
+            return containers_copied(value, {})
 
         def replace(tensor: Tensor) -> Any:
             number: Any = getattr(tensor, "_number", None)
             return self.tensors.get(number, tensor) if isinstance(tensor, FakeTensor) else tensor
 
         return with_tensors_replaced(value, replace)
+
+
+def _check_plain(called: Any, does: str, traced: dict[Place, Any], found: dict[Place, Any]) -> None:
+    """Check that a submodule passes on the same plain values as in the trace, which later parts have."""
+    for place in [*traced, *(place for place in found if place not in traced)]:
+        old, new = traced.get(place, MISSING), found.get(place, MISSING)
+        if not same_plain(old, new):
+            raise ValueError(
+                f"split_model: expected the plain values that {name_of(called)} {does} to be those of its run with "
+                f"fake tensors, which later stages read, got {_described(new)} instead of {_described(old)}; pass a "
+                "number that changes from call to call on as a tensor"
+            )
+
+
+def _described(value: Any) -> str:
+    """Return a plain value for messages."""
+    return "nothing" if value is MISSING else repr(value)[:50]
 
 
 def has_fake(value: Any) -> bool:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from reference_torch.pipeline.attribute_reads import AttributeReads
-from reference_torch.pipeline.nested_values import tensors_in
+from reference_torch.pipeline.nested_values import PLAIN, changes, containers_copied, contents, plain_in, tensors_in
 from reference_torch.pipeline.partial_forward import Event, Number, Run, Trace, has_fake, name_of
 from reference_torch.pipeline.payloads import TensorSpec
 from reference_torch.pipeline.python_randomness import PythonRandomness
@@ -35,10 +35,6 @@ class TracedModel(NamedTuple):
         """Return the buffers of the enclosing submodules: by name, the submodule and the name there."""
         modules = self.enclosing.items()
         return {f"{name}.{key}".lstrip("."): (module, key) for name, module in modules for key in module._buffers}
-
-
-_PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
-"""Values without tensors."""
 
 
 class _Held(NamedTuple):
@@ -146,6 +142,7 @@ class _TracingRun(Run):
     def event(self, called: Any, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a call with fake tensors and list it."""
         self.check_randomness(f"before {name_of(called)}")
+        before = contents((args, kwargs)) if isinstance(called, str) else {}
         everywhere = False
         if isinstance(called, str):
             self.trace.parts.setdefault(called, set()).add(self.part)
@@ -158,8 +155,11 @@ class _TracingRun(Run):
         if result is None or not callable(called) or isinstance(called, type) or tensors_in(result):
             self.use((args, kwargs))  # otherwise the result is metadata, not elements
         self.number_all(result, len(self.trace.events))
-        self.trace.events.append(Event(called, self.part, result, everywhere))
+        event = Event(called, self.part, containers_copied(result, {}), everywhere)
+        self.trace.events.append(event)
         if isinstance(called, str):
+            event.plain = plain_in(result)
+            event.changes = changes(before, contents((args, kwargs)))
             self._note_held(self._traced.whole.get(called), called, (args, kwargs))
         self._note_changed_buffers()
         self.randomness.note()
@@ -251,7 +251,7 @@ class _TracingRun(Run):
         found = [(tensor, None) for tensor in tensors_in(arguments)]
         for path, inner in module.named_modules(prefix=name) if module is not None else ():
             for key, value in vars(inner).items():
-                if key not in ("_parameters", "_modules", "forward") and not isinstance(value, _PLAIN):
+                if key not in ("_parameters", "_modules", "forward") and not isinstance(value, PLAIN):
                     found += [(tensor, path if key == "_buffers" else f"{path}.{key}") for tensor in tensors_in(value)]
         for tensor, attribute in found:
             if isinstance(tensor, FakeTensor) and not self._is_known(tensor) and id(tensor) not in self._held:
@@ -348,7 +348,7 @@ def trace(traced: TracedModel, arguments: Any, device: torch.device | str) -> Tr
         tensor._number = name  # pyright: ignore[reportAttributeAccessIssue]
     try:
         hooks = saved_tensors_hooks(_without_graph, lambda tensor: tensor)
-        reads = AttributeReads(traced.whole)
+        reads = AttributeReads(traced.whole, traced.enclosing)
         with reads:
             with _disable_current_modes(), hooks, run.randomness, run:
                 output = traced.model(*args, **kwargs)
