@@ -1,0 +1,208 @@
+"""Split models whose faults were found by use: what Python passes around a cut, beside tensors."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from reference_torch.pipeline import split_model
+
+WIDTH = 4
+
+
+class Model(nn.Module):
+    """Three linear maps; subclasses say what happens between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.make()
+        self.double()
+
+    def make(self) -> None:
+        """Make further attributes."""
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, WIDTH, dtype=torch.float64, generator=generator) for _ in range(3)]
+
+
+def through(stages: Sequence[Any], x: Tensor) -> Any:
+    """Return the output of the last stage, which receives copies of what the others send."""
+    value: Any = (x,)
+    for stage in stages:
+        value = stage(*value)
+        if isinstance(value, tuple):
+            value = [tensor.clone() for tensor in value[0]], value[1]
+    return value
+
+
+def check_equal(model: nn.Module, cuts: Sequence[str], with_example: bool) -> None:
+    """Check the outputs and gradients of three calls."""
+    plain = copy.deepcopy(model)
+    stages = split_model(model, cuts, (inputs()[0],) if with_example else None)
+    for x in inputs():
+        found, wanted = through(stages, x), plain(x)
+        assert torch.allclose(found, wanted, rtol=1e-13, atol=1e-13)
+        found.sum().backward()
+        wanted.sum().backward()
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        assert other.grad is None or torch.allclose(parameter.grad, other.grad, rtol=1e-12, atol=1e-13), name
+
+
+class Router(nn.Module):
+    """A linear map that leaves a tensor, a count and a statistic in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.last: Any = torch.zeros(())
+        self.calls, self.stats = 0, {"calls": 0}
+
+    def forward(self, x):
+        self.calls += 1
+        self.stats["calls"] += 1
+        self.last = self.linear(x)
+        return self.last
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+
+    def forward(self, x):
+        return self.router(x)
+
+
+class InnerAttribute(Model):
+    def make(self) -> None:
+        self.a = Block()
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x))) + self.a.router.last
+
+
+class InnerCount(InnerAttribute):
+    def forward(self, x):
+        return self.c(self.b(self.a(x))) * self.a.router.calls
+
+
+class InnerStatistic(InnerAttribute):
+    def forward(self, x):
+        return self.c(self.b(self.a(x))) * self.a.router.stats["calls"]
+
+
+class InnerOfOneStage(InnerAttribute):
+    """All of them, read in the stage that sets them."""
+
+    def forward(self, x):
+        y = self.a(x) + self.a.router.last
+        return self.c(self.b(y * self.a.router.calls * self.a.router.stats["calls"]))
+
+
+class Writes(nn.Module):
+    """A linear map that leaves plain values in its arguments."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.linear, self.counts, self.calls = nn.Linear(WIDTH, WIDTH), counts, 0
+
+    def forward(self, x, state):
+        self.calls += self.counts
+        state["scale"] = 2.0 + self.calls
+        state["list"].append(3.0)
+        state["new"] = {"shift": 4.0}
+        del state["old"]
+        return self.linear(x)
+
+
+class Arguments(Model):
+    """A dict that a submodule changes, with the same numbers in each call."""
+
+    counts = False
+
+    def make(self) -> None:
+        self.a = Writes(self.counts)
+
+    def forward(self, x):
+        state: Any = {"scale": 1.0, "old": 5.0, "list": []}
+        h = self.b(self.a(x, state))
+        return self.c(h) * state["scale"] * state["list"][0] + state["new"]["shift"] + len(state)
+
+
+class Counted(Arguments):
+    counts = True
+
+
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor, self.temperature = nn.Linear(WIDTH, WIDTH), 0.5, 1.0
+
+    def forward(self, x):
+        self.temperature *= self.factor
+        return self.linear(x), self.temperature, [WIDTH]
+
+
+class Temperature(Model):
+    def make(self) -> None:
+        self.a = Annealed()
+
+    def forward(self, x):
+        y, temperature, more = self.a(x)
+        more.append(1)
+        return self.c(self.b(y)) * temperature * len(more)
+
+
+class Constant(Temperature):
+    """A number and a list that a submodule returns, which stay the same."""
+
+    def make(self) -> None:
+        super().make()
+        self.a.factor = 1.0
+
+
+EQUAL = {
+    "attribute of the same stage": InnerOfOneStage,
+    "numbers in an argument": Arguments,
+    "constant result": Constant,
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("with_example", [False, True])
+def test_stages_compute_what_the_model_does(unchecked_shapes, name, with_example):
+    check_equal(EQUAL[name](), ["b", "c"], with_example)
+
+
+class Refused(NamedTuple):
+    model: type[Model]
+    says: str
+
+
+REFUSED = {
+    "inner attribute": Refused(InnerAttribute, r"in stage 2 .* attribute 'a\.router\.last', which .* return it from"),
+    "inner count": Refused(InnerCount, r"in stage 2 .* attribute 'a\.router\.calls', which .* return it from"),
+    "inner statistic": Refused(InnerStatistic, r"in stage 2 .* attribute 'a\.router\.stats', which .* return it from"),
+    "count in an argument": Refused(
+        Counted, r"plain values that submodule 'a' puts into an argument .* got 4\.0 instead of 3\.0; .* as a tensor"
+    ),
+    "changing result": Refused(
+        Temperature, r"plain values that submodule 'a' returns .* got 0\.25 instead of 0\.5; .* as a tensor"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("with_example", [False, True])
+def test_what_stages_cannot_know_is_refused_by_name(unchecked_shapes, name, with_example):
+    kind, says = REFUSED[name]
+    with pytest.raises(ValueError, match=says):
+        check_equal(kind(), ["b", "c"], with_example)
