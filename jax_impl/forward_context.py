@@ -13,6 +13,7 @@ from jax_impl.balance import Collected
 from jax_impl.cache import DecodingCache
 from jax_impl.documents import PackedDocuments
 from jax_impl.ops import DropoutState
+from jax_impl.tensor_parallel import WHOLE, TensorParallel
 
 
 class ForwardContext(NamedTuple):
@@ -31,3 +32,5 @@ class ForwardContext(NamedTuple):
     """State of the previous tokens, changed in place; None: there are none."""
     balance: Collected | None = None
     """Sum to which layers of experts add their load-balancing loss; None: they compute none."""
+    tensor_parallel: TensorParallel = WHOLE
+    """The ranks that share the layers."""

@@ -49,11 +49,24 @@ class MLP(nnx.Module):
         self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["linear_fc1"])
         self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
 
-    def __call__(self, hidden_states: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Array | None]:
-        """Return the output [B, T, D] and the bias of the second map, not yet added."""
+    @property
+    def output_bias(self) -> Array | None:
+        """The bias [D] of the second map, which the caller adds."""
+        return None if self.linear_fc2.bias is None else self.linear_fc2.bias[...]
+
+    def __call__(self, hidden_states: Float[Array, "b t d"], tp_size: int = 1) -> Float[Array, "b t d"]:
+        """Return the output without the bias of the second map.
+
+        Args:
+            hidden_states: input. [B, T, D]
+            tp_size: number of ranks that add up their outputs; has no effect.
+
+        Returns:
+            [B, T, D]
+        """
         inner = name_value(add_bias(*self.linear_fc1(hidden_states)), "fc1")
         activated = (swiglu if self.activation == "swiglu" else gelu)(inner, self.impl)
-        return self.linear_fc2(name_value(activated, "activation"))
+        return self.linear_fc2(name_value(activated, "activation"))[0]
 
 
 def choose_experts(
@@ -196,16 +209,31 @@ class MixtureOfExperts(nnx.Module):
         gate = specs.get("shared_expert_gate")
         self.shared_expert_gate = Linear(config, f"{name}.shared_expert_gate", gate) if gate else None
 
-    def __call__(self, hidden_states: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], None]:
-        """Return the output [B, T, D], and None for the bias, which is already added."""
+    @property
+    def output_bias(self) -> None:
+        """None: the output has the biases of its experts."""
+        return None
+
+    def __call__(self, hidden_states: Float[Array, "b t d"], tp_size: int = 1) -> Float[Array, "b t d"]:
+        """Return the output.
+
+        Args:
+            hidden_states: input. [B, T, D]
+            tp_size: number of ranks that add up their outputs, each with an equal share of the biases.
+
+        Returns:
+            [B, T, D]
+        """
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         output = self.experts(x, *self.router(x)).reshape(hidden_states.shape)
         if self.shared_experts is None:
-            return output, None
-        shared = add_bias(*self.shared_experts(hidden_states))
+            return output
+        bias = self.shared_experts.output_bias
+        bias = bias if bias is None or tp_size == 1 else bias / tp_size
+        shared = add_bias(self.shared_experts(hidden_states), bias)
         if self.shared_expert_gate is not None:
             shared = nnx.sigmoid(add_bias(*self.shared_expert_gate(hidden_states))) * shared
-        return output + shared, None
+        return output + shared
 
     def balance(
         self, hidden_states: Float[Array, "b t d"], sequences: PackedDocuments | FLACPContext | None

@@ -9,7 +9,8 @@ from jaxtyping import Float
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.parameters import ParameterSpec, norm_spec
-from jax_impl.ops import linear, parameter, rms_norm
+from jax_impl.ops import linear, parameter
+from jax_impl.tensor_parallel import WHOLE, TensorParallel
 
 
 class Linear(nnx.Module):
@@ -52,10 +53,10 @@ class RMSNorm(nnx.Module):
         self.offset = spec.offset
         self.weight = parameter(config, f"{name}.weight", spec)
 
-    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        """Call ops.rms_norm."""
+    def __call__(self, x: Float[Array, "*b d"], channels: TensorParallel = WHOLE) -> Float[Array, "*b d"]:
+        """Call ops.rms_norm, or with ranks that share the channels TensorParallel.joint_norm."""
         weight = self.weight[...]
-        return rms_norm(x, weight + self.offset if self.offset else weight, self.epsilon)
+        return channels.joint_norm(x, weight + self.offset if self.offset else weight, self.epsilon)
 
 
 def _value(bias: nnx.Param | None) -> Array | None:

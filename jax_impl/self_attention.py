@@ -92,8 +92,8 @@ class SelfAttention(nnx.Module):
         qkv = add_bias(*self.linear_qkv(hidden_states))
         qkv = qkv.reshape(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
-        q = self._positioned(q, self.q_layernorm, context.positions)
-        k = self._positioned(k, self.k_layernorm, context.positions)
+        q = self._positioned(q, self.q_layernorm, context)
+        k = self._positioned(k, self.k_layernorm, context)
         if context.cache is None:
             attended = attend_tokens(self.config, self.layer_number, q, k, v, context)
         else:
@@ -105,12 +105,12 @@ class SelfAttention(nnx.Module):
             attended = attended * nnx.sigmoid(add_bias(*self.linear_gate(hidden_states)))
         return self.linear_proj(attended)
 
-    def _positioned(self, x: Array, norm: RMSNorm | None, positions: Array) -> Array:
+    def _positioned(self, x: Array, norm: RMSNorm | None, context: ForwardContext) -> Array:
         """Norm queries or keys [B, T, H, d], if there is a norm, and turn them by their positions."""
         if norm is not None:
             joint = self.config.qk_layernorm_scope == "projection"
-            x = norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape) if joint else norm(x)
-        return rotary_embedding(x, positions, self.config.rotary_base, self.config.rotary_dim)
+            x = norm(x.reshape(*x.shape[:2], -1), context.tensor_parallel).reshape(x.shape) if joint else norm(x)
+        return rotary_embedding(x, context.positions, self.config.rotary_base, self.config.rotary_dim)
 
 
 class LatentAttention(nnx.Module):

@@ -35,7 +35,6 @@ from diptych.plans.checkpoint import (
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
-from diptych.plans.tensor_parallel import check_one_rank
 from diptych.plans.training import (
     CLIP_EPSILON,
     StepResult,
@@ -76,7 +75,6 @@ class Trainer:
     def __init__(
         self, config: TransformerConfig, train_config: TrainConfig, corpus: Corpus, mesh: Mesh | None = None
     ) -> None:
-        check_one_rank(config, "the JAX backend")
         corpus.check(config.seq_length, config.vocab_size)
         self.config = config
         self.train_config = train_config
@@ -91,7 +89,8 @@ class Trainer:
         self._pipeline: PipelineStep | None = None
         self._forwards: PipelineStep | None = None
         if config.model_parallel_size > 1 or mesh is not None:
-            one_axis = (mesh is None or len(mesh.axis_names) == 1) and config.context_parallel_size == 1
+            shared = config.context_parallel_size * config.tensor_model_parallel_size
+            one_axis = (mesh is None or len(mesh.axis_names) == 1) and shared == 1
             backend = "pmap" if one_axis and not config.enable_tensor_offload else "shard_map"
             self._pipeline = make_pipeline_step(undivided_model, config, mesh, backend)
             self._forwards = make_pipeline_step(
@@ -337,7 +336,8 @@ class Trainer:
         Returns:
             New parameters, new optimizer state, and the norm of the gradients before clipping.
         """
-        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients)))
+        counted = gradients if self._pipeline is None else self._pipeline.counted_once(gradients)
+        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(counted)))
         if self.train_config.clip_grad > 0.0:
             scale = jnp.minimum(1.0, self.train_config.clip_grad / (norm + CLIP_EPSILON))
             gradients = jax.tree.map(lambda g: g * scale, gradients)

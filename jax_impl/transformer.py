@@ -20,7 +20,7 @@ from diptych.plans.model.parameters import embedding_spec
 from diptych.plans.model.philox import attention_site, mlp_site
 from diptych.plans.model.sampling import check_inputs
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
-from diptych.plans.tensor_parallel import check_one_rank
+from diptych.plans.tensor_parallel import check_parts
 from jax_impl.balance import Collected, join_balance, split_balance
 from jax_impl.cache import DecodingCache, cached_length
 from jax_impl.documents import pack_documents
@@ -34,7 +34,6 @@ from jax_impl.ops import (
     DropoutState,
     add_bias,
     at_least_float32,
-    cross_entropy,
     dropout,
     dropout_state,
     linear,
@@ -42,6 +41,7 @@ from jax_impl.ops import (
 )
 from jax_impl.recompute import checkpoint_blocks, name_value
 from jax_impl.self_attention import LatentAttention, SelfAttention
+from jax_impl.tensor_parallel import WHOLE, TensorParallel
 
 MIXER_MODULES = {"attention": SelfAttention, "mla": LatentAttention, "gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
 """Mixer names of the layer pattern and their modules."""
@@ -92,20 +92,23 @@ class TransformerLayer(nnx.Module):
         Returns:
             Hidden states of the same shape.
         """
+        ranks = context.tensor_parallel
         connection = self.self_attention_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states)
         normed = self._norm("input_layernorm", aggregated)
-        output = name_value(add_bias(*self.self_attention(normed, context)), "attention_output")
+        output, bias = self.self_attention(ranks.enter(normed), context)
+        output = name_value(add_bias(ranks.leave(output), bias), "attention_output")
         output = self._norm("post_attention_layernorm", output)
         site = attention_site(self.layer_number)
         hidden_states = self._write(connection, output, h_post, mixed, context.dropout, site)
 
         connection = self.mlp_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states)
-        normed = self._norm("pre_mlp_layernorm", aggregated)
-        output = name_value(add_bias(*self.mlp(normed)), "mlp_output")
+        normed = ranks.enter(self._norm("pre_mlp_layernorm", aggregated))
+        output = ranks.leave(self.mlp(normed, ranks.size))
+        output = name_value(add_bias(output, self.mlp.output_bias), "mlp_output")
         if context.balance is not None and isinstance(self.mlp, MixtureOfExperts):
-            context.balance.add(self.mlp.balance(normed, context.sequences))
+            context.balance.add(ranks.own_share(self.mlp.balance(normed, context.sequences)))
         output = self._norm("post_mlp_layernorm", output)
         return self._write(connection, output, h_post, mixed, context.dropout, mlp_site(self.layer_number))
 
@@ -267,10 +270,12 @@ class Embedding(nnx.Module):
     def __init__(self, config: TransformerConfig, name: str) -> None:
         self.weight = parameter(config, f"{name}.weight", embedding_spec(config)["weight"])
 
-    def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-        """Return the vectors of the tokens [B, T, D]; an id outside the vocabulary gives NaN."""
-        known = (tokens >= 0) & (tokens < self.weight.shape[0])
-        return jnp.where(known[..., None], self.weight[...][tokens], jnp.nan)
+    def __call__(self, tokens: Int[Array, "b t"], tensor_parallel: TensorParallel = WHOLE) -> Float[Array, "b t2 d"]:
+        """Return the vectors of the tokens [B, T, D], or of this rank's tokens, see TensorParallel.embed.
+
+        An id outside the vocabulary gives NaN.
+        """
+        return tensor_parallel.embed(tokens, self.weight[...])
 
 
 class GPTModel(nnx.Module):
@@ -295,7 +300,7 @@ class GPTModel(nnx.Module):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> None:
-        check_one_rank(config, "the JAX backend")
+        check_parts(config)
         self.config = config
         self.pre_process = pre_process
         self.post_process = post_process
@@ -318,6 +323,7 @@ class GPTModel(nnx.Module):
         document_starts: Array | None = None,
         cache: DecodingCache | None = None,
         cp_context: FLACPContext | None = None,
+        tensor_parallel: TensorParallel = WHOLE,
         training: bool = True,
     ) -> Array:
         """Return the loss, the logits, or the hidden states for the next stage.
@@ -333,6 +339,8 @@ class GPTModel(nnx.Module):
                 diptych.plans.model.documents. None: each sequence is one document. [B, N] int32
             cache: state of the previous tokens, see cache.empty_cache; changed in place to include these tokens.
             cp_context: context of the ranks that share the concatenated sequences. Needs B = 1 and positions.
+            tensor_parallel: the ranks that share the layers; the model has the configuration rank_config of
+                diptych.plans.tensor_parallel. With sequence parallelism, hidden states are those of this rank's tokens.
             training: False turns dropout off.
 
         Returns:
@@ -344,33 +352,60 @@ class GPTModel(nnx.Module):
                 config.seq_length. Where jax.jit traces the cache's length, too many tokens give NaN logits instead.
         """
         batch, length = inputs.shape[:2]
+        length *= 1 if self.pre_process else tensor_parallel.token_parts
         masks = {"attention_mask": attention_mask, "document_starts": document_starts}
         texts = None if cache is None else cache.batch
         seq_length = self.config.seq_length
         check_inputs(seq_length, (batch, length), cached_length(cache), texts, cp_context, positions, **masks)
         if positions is None:
             positions = jnp.add(jnp.arange(length), 0 if cache is None else cache.length)
-        sequences = cp_context or pack_documents(document_starts, inputs, self.config.has_softmax)
+        tokens = inputs if inputs.shape[1] == length else jnp.zeros((batch, length))
+        sequences = cp_context or pack_documents(document_starts, tokens, self.config.has_softmax)
         state = None
         if training and self.config.hidden_dropout > 0.0:
-            samples = jnp.arange(batch) if samples is None else samples
-            state = dropout_state(self.config.seed, step, samples, positions, seq_length)
+            state = self._masks(step, samples, positions, inputs, tensor_parallel)
         balance = self._balance(training)
-        context = ForwardContext(positions, state, attention_mask, sequences, cache, balance)
-        hidden_states = self.decoder(self._first_hidden_states(inputs, balance), context)
+        context = ForwardContext(positions, state, attention_mask, sequences, cache, balance, tensor_parallel)
+        hidden_states = self.decoder(self._first_hidden_states(inputs, balance, tensor_parallel), context)
         if cache is not None:
             cache.length += length
             hidden_states = jnp.where(cache.length <= seq_length, hidden_states, jnp.nan)
+        return self._output(hidden_states, targets, balance, tensor_parallel)
+
+    def _masks(
+        self,
+        step: int | Array,
+        samples: Array | None,
+        positions: Array,
+        inputs: Array,
+        tensor_parallel: TensorParallel,
+    ) -> DropoutState | None:
+        """Return the dropout state of this rank's tokens."""
+        if samples is None:
+            samples = jnp.arange(len(inputs))
+        state = dropout_state(self.config.seed, step, samples, positions, self.config.seq_length)
+        return tensor_parallel.own_masks(state)
+
+    def _output(
+        self,
+        hidden_states: Array,
+        targets: Array | None,
+        balance: Collected | None,
+        tensor_parallel: TensorParallel,
+    ) -> Array:
+        """Return the input of the next stage, or the logits or the loss of the last one."""
         head = self.output_layer or self.embedding
         if not self.post_process or head is None:
             return hidden_states if not self.config.moe_aux_loss_coeff else _joined(hidden_states, balance)
-        logits = at_least_float32(linear(hidden_states, head.weight[...]))
-        return logits if targets is None else self._loss(logits, targets, balance)
+        logits = at_least_float32(linear(tensor_parallel.enter(hidden_states), head.weight[...]))
+        if targets is None:
+            return tensor_parallel.gather_logits(logits)
+        return self._loss(logits, targets, balance, tensor_parallel)
 
-    def _first_hidden_states(self, inputs: Array, balance: Collected | None) -> Array:
+    def _first_hidden_states(self, inputs: Array, balance: Collected | None, tensor_parallel: TensorParallel) -> Array:
         """Return the embedded tokens, or the hidden states of the previous stage without the balance it sent."""
         if self.pre_process and self.embedding is not None:
-            return self.embedding(inputs).astype(self.config.compute_dtype)
+            return self.embedding(inputs, tensor_parallel).astype(self.config.compute_dtype)
         if not self.config.moe_aux_loss_coeff:
             return inputs
         streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
@@ -379,11 +414,13 @@ class GPTModel(nnx.Module):
             balance.add(before)
         return hidden_states
 
-    def _loss(self, logits: Array, targets: Array, balance: Collected | None) -> Array:
+    def _loss(self, logits: Array, targets: Array, balance: Collected | None, tensor_parallel: TensorParallel) -> Array:
         """Return the mean loss per token, with the load-balancing loss if it was collected."""
-        loss = cross_entropy(logits, targets)
+        loss = tensor_parallel.cross_entropy(logits, targets)
         total = None if balance is None else balance.close()
-        return loss if total is None else loss + self.config.moe_aux_loss_coeff * total.mean().astype(loss.dtype)
+        if total is None:
+            return loss
+        return loss + self.config.moe_aux_loss_coeff * tensor_parallel.mean(total).astype(loss.dtype)
 
     def _balance(self, training: bool) -> Collected | None:
         """Return the sum of load-balancing losses, if this call computes it."""

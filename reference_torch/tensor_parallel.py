@@ -28,6 +28,7 @@ from diptych.plans.tensor_parallel import gradient_is_partial, is_repeated, repe
 from reference_torch.autograd import differentiable_once
 from reference_torch.groups import wait_for
 from reference_torch.ops import DropoutState, cross_entropy, rms_norm
+from reference_torch.recompute import name_value
 
 TOKENS = 1
 """Axis of tokens in [B, T, ...]."""
@@ -69,7 +70,8 @@ class TensorParallel(NamedTuple):
         """
         if self.size == 1:
             return x
-        return _Gather.apply(x, self) if self.sequence_parallel else _SumOfGradients.apply(x, self)
+        exchange = _Gather if self.sequence_parallel else _SumOfGradients
+        return name_value(exchange.apply(x, self), "region_input")
 
     def leave(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t2 d"]:
         """Return the sum over ranks of the outputs of a region, of this rank's tokens with sequence parallelism.
@@ -82,7 +84,7 @@ class TensorParallel(NamedTuple):
         """
         if self.size == 1:
             return x
-        return _Scatter.apply(x, self) if self.sequence_parallel else _Sum.apply(x, self)
+        return name_value((_Scatter if self.sequence_parallel else _Sum).apply(x, self), "region_output")
 
     def own_tokens(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of values [B, T, ...] between regions, a view."""

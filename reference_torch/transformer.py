@@ -337,14 +337,36 @@ class GPTModel(nn.Module):
         sequences = cp_context or pack_documents(document_starts, tokens, self.config.has_softmax)
         state = None
         if training and self.training and self.config.hidden_dropout > 0.0:
-            samples = torch.arange(batch, device=inputs.device) if samples is None else samples
-            state = dropout_state(self.config.seed, step, samples, positions, seq_length)
-            state = tensor_parallel.own_masks(state)
+            state = self._masks(step, samples, positions, inputs, tensor_parallel)
         balance = self._balance(training)
         context = ForwardContext(positions, state, attention_mask, sequences, cache, balance, tensor_parallel)
         hidden_states = self.decoder(self._first_hidden_states(inputs, balance, tensor_parallel), context)
         if cache is not None:
             cache.length += length
+        return self._output(hidden_states, targets, balance, tensor_parallel)
+
+    def _masks(
+        self,
+        step: int,
+        samples: Tensor | None,
+        positions: Tensor,
+        inputs: Tensor,
+        tensor_parallel: TensorParallel,
+    ) -> DropoutState | None:
+        """Return the dropout state of this rank's tokens."""
+        if samples is None:
+            samples = torch.arange(len(inputs), device=inputs.device)
+        state = dropout_state(self.config.seed, step, samples, positions, self.config.seq_length)
+        return tensor_parallel.own_masks(state)
+
+    def _output(
+        self,
+        hidden_states: Tensor,
+        targets: Tensor | None,
+        balance: Collected | None,
+        tensor_parallel: TensorParallel,
+    ) -> Tensor:
+        """Return the input of the next stage, or the logits or the loss of the last one."""
         head = self.output_layer or self.embedding
         if not self.post_process or head is None:
             return hidden_states if not self.config.moe_aux_loss_coeff else _joined(hidden_states, balance)

@@ -50,10 +50,11 @@ MODULES = {
     "carry": set(),
     "context_parallel": {"autograd", "pending_sends", "groups", "carry", "ops", "recompute"},
     "delta_rule": {"autograd", "ops", "context_parallel"},
-    "modules": {"ops"},
+    "tensor_parallel": {"autograd", "groups", "ops", "recompute"},
+    "modules": {"ops", "tensor_parallel"},
     "documents": set(),
     "cache": {"ops"},
-    "forward_context": {"balance", "ops", "cache", "documents", "recompute"},
+    "forward_context": {"balance", "ops", "cache", "documents", "recompute", "tensor_parallel"},
     "linear_attention": {
         "ops",
         "cache",
@@ -78,6 +79,7 @@ MODULES = {
         "hyper_connections",
         "recompute",
         "offload",
+        "tensor_parallel",
     },
     "balance": {"context_parallel", "documents"},
     "self_attention": {"ops", "cache", "context_parallel", "documents", "forward_context", "modules", "recompute"},
@@ -97,10 +99,21 @@ MODULES = {
         "groups",
         "p2p",
         "offload",
+        "tensor_parallel",
         "wrapped_forward",
     },
-    "stage": {"context_parallel", "transformer", "offload"},
-    "train": {"ops", "transformer", "saving", "groups", "p2p", "pipeline", "stage", "offload"},
+    "stage": {"context_parallel", "tensor_parallel", "transformer", "offload"},
+    "train": {
+        "ops",
+        "transformer",
+        "saving",
+        "groups",
+        "p2p",
+        "pipeline",
+        "stage",
+        "offload",
+        "tensor_parallel",
+    },
 }
 """Modules of a backend, and the modules of the same backend each may import."""
 
@@ -133,7 +146,10 @@ MIRRORED = (
     "train",
 )
 
-SHARED = {"recompute": ("name_value", "residual_report", "SavedValue", "recompute_modules", "ModuleBytes")}
+SHARED = {
+    "recompute": ("name_value", "residual_report", "SavedValue", "recompute_modules", "ModuleBytes"),
+    "tensor_parallel": ("WHOLE", "TOKENS"),
+}
 """Modules that are no mirrored files, and the names both have."""
 
 _POLICY = "PyTorch hands its recompute manager on; JAX recomputes by the policy of jax.checkpoint around the layers"

@@ -38,12 +38,15 @@ VALUES = (
     "activation",
     "mlp_output",
     "post_mlp_layernorm",
+    "region_input",
+    "region_output",
 )
 """Names of a layer's values, equal in both backends, in kernels and in reports.
 
 residual_streams is the input of a sublayer, [B, T, S, D] or [B, T, D]; h_pre to expanded belong to hyper-connections;
 kv_latent is the output of the down projection of an mla layer; short_conv is the concatenation of q, k and v of a gdn
-or kda layer; fc1 and activation are the input and output of the activation function.
+or kda layer; fc1 and activation are the input and output of the activation function; region_input and region_output are
+what tensor-parallel ranks exchange before and after mixer and MLP, which only full recompute exchanges again.
 """
 
 MODULES: dict[str, tuple[str, ...]] = {

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_impl.pipeline.programs import PIPELINE_AXIS, StagedParameters
+from jax_impl.pipeline.programs import PIPELINE_AXIS, TENSOR_AXIS, StagedParameters
 
 BACKENDS = ("pmap", "shard_map")
 SLOTS = ("canonical", "fused")
@@ -50,11 +50,11 @@ def by_shard_map(local: Callable, mesh: Mesh, batch_specs: Any, collected_specs:
         collected_specs: the same for what the last stage collected; None: it is equal on every device.
     """
     collected_specs = PartitionSpec() if collected_specs is None else collected_specs
-    params: Any = StagedParameters(PartitionSpec(PIPELINE_AXIS), PartitionSpec())
+    params: Any = _specs(mesh)
 
     def squeezed(params: StagedParameters, batch: Any) -> tuple[Any, StagedParameters]:
-        collected, gradients = local(params._replace(layers=jax.tree.map(lambda x: x[0], params.layers)), batch)
-        return collected, gradients._replace(layers=jax.tree.map(lambda x: x[None], gradients.layers))
+        collected, gradients = local(_with_rank_axes(params, mesh, lambda x: x[0]), batch)
+        return collected, _with_rank_axes(gradients, mesh, lambda x: x[None])
 
     specs: Any = {"in_specs": (params, batch_specs), "out_specs": (collected_specs, params)}
     return jax.jit(jax.shard_map(squeezed, mesh=mesh, **specs))
@@ -62,10 +62,21 @@ def by_shard_map(local: Callable, mesh: Mesh, batch_specs: Any, collected_specs:
 
 def shardings_of(staged: StagedParameters, mesh: Mesh) -> StagedParameters:
     """Return the sharding of every leaf of a staged tree."""
-    by_rank, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((PIPELINE_AXIS,), ()))
-    return StagedParameters(
-        jax.tree.map(lambda _: by_rank, staged.layers), jax.tree.map(lambda _: replicated, staged.ends)
-    )
+    layers, ends = (NamedSharding(mesh, spec) for spec in _specs(mesh))
+    return StagedParameters(jax.tree.map(lambda _: layers, staged.layers), jax.tree.map(lambda _: ends, staged.ends))
+
+
+def _specs(mesh: Mesh) -> StagedParameters:
+    """Return which axes of a mesh divide the first axis of staged parameters."""
+    if TENSOR_AXIS in mesh.axis_names:
+        return StagedParameters(PartitionSpec((PIPELINE_AXIS, TENSOR_AXIS)), PartitionSpec(TENSOR_AXIS))
+    return StagedParameters(PartitionSpec(PIPELINE_AXIS), PartitionSpec())
+
+
+def _with_rank_axes(staged: StagedParameters, mesh: Mesh, change: Callable[[Array], Array]) -> StagedParameters:
+    """Change the leaves that have a first axis of ranks."""
+    ends = jax.tree.map(change, staged.ends) if TENSOR_AXIS in mesh.axis_names else staged.ends
+    return StagedParameters(jax.tree.map(change, staged.layers), ends)
 
 
 def whole_array(value: Any) -> np.ndarray:

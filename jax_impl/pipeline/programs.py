@@ -12,15 +12,17 @@ DATA_AXIS = "dp"
 """Mesh axis over parts of every microbatch."""
 CONTEXT_AXIS = "cp"
 """Mesh axis over the parts of sequences that ranks share."""
+TENSOR_AXIS = "tp"
+"""Mesh axis over the parts of layers that ranks share."""
 
 
 class StagedParameters(NamedTuple):
     """Parameters, gradients or moments, staged for the pipeline."""
 
     layers: Any
-    """Those of the stages, divided by rank, with leaves [p, ...]."""
+    """Those of the stages, divided by rank, with leaves [p, ...], or [p * n, ...] over n tensor-parallel ranks."""
     ends: Any
-    """Those that several stages may read, equal on every rank."""
+    """Those that several stages may read, equal on every rank; over n tensor-parallel ranks their parts, [n, ...]."""
 
 
 class Task(NamedTuple):

@@ -14,6 +14,9 @@ The fields of StagedParameters are therefore
     layers   by kind of layer: name within the layer to [p, v, layers, ...]
     ends     parameters of embedding, final norm and head, by canonical name
 
+Over n tensor-parallel ranks, p in this shape is p * n, with the n parts of a pipeline rank next to each other, and the
+ends have a first axis of n parts.
+
 With offload, layers move separately, so they are separate arrays: instead of a stack, there are lists by virtual stage
 and position in the stage of arrays [p, ...]. Every stage then has its own program with a fixed virtual stage, because a
 program must name the arrays that it moves when it is compiled.
@@ -22,6 +25,7 @@ program must name the arrays that it moves when it is compiled.
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,16 +36,20 @@ from jax import Array
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import exchange_options
+from diptych.plans.mesh import undivided
 from diptych.plans.model.implementation import uses_kernels
 from diptych.plans.model.layers import LayerConfig
+from diptych.plans.model.parameters import ParameterSpec, Split, parameter_specs
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.partition import layers_by_stage
+from diptych.plans.tensor_parallel import join_parts, rank_config, rank_part, share_counted
 from jax_impl.context_parallel import build_cp_context
 from jax_impl.offload import single_pass, without_offload
 from jax_impl.ops import _LinearTaps
-from jax_impl.pipeline.programs import CONTEXT_AXIS, StagedParameters, Task
+from jax_impl.pipeline.programs import CONTEXT_AXIS, TENSOR_AXIS, StagedParameters, Task
 from jax_impl.recompute import recompute_policy
+from jax_impl.tensor_parallel import TensorParallel, sum_repeated
 
 LAYERS = "decoder.layers."
 """The prefix of the canonical name of every layer's parameter; the number of the layer follows."""
@@ -100,6 +108,8 @@ class Program:
     numbers: tuple[int, ...]
     """Numbers of the layers in the stage from which the program was made."""
     config: TransformerConfig
+    """Configuration of the rank's part of the model."""
+    tensor_parallel: TensorParallel
     training: bool
     blocks: tuple[RecomputeBlock, ...]
     """Recompute blocks of the stage from which the program was made."""
@@ -150,7 +160,8 @@ class Program:
             context = build_cp_context(batch.cu_seqlens[0], CONTEXT_AXIS, kernel, **exchange_options(self.config))
             branches = self.config.pipeline_model_parallel_size > 1
             arguments = {"positions": batch.positions, "cp_context": replace(context, by_groups=branches)}
-        y = model(inputs, targets, step=batch.step, samples=batch.samples, **arguments, training=self.training)
+        arguments |= {"tensor_parallel": self.tensor_parallel, "training": self.training}
+        y = model(inputs, targets, step=batch.step, samples=batch.samples, **arguments)
         return y if self.last else y.reshape(*y.shape[:2], -1)
 
     def run(self, parameters: Mapping[str, Array], x: Array, task: Task) -> tuple[Array, Any]:
@@ -258,6 +269,10 @@ class Stages:
     """The stages of a configuration's model."""
 
     config: TransformerConfig
+    """Configuration of the rank's part of the model."""
+    tensor_parallel: TensorParallel
+    specs: Mapping[str, ParameterSpec]
+    """Shape of every parameter of the whole model and its division among tensor-parallel ranks, by canonical name."""
     kinds: tuple[LayerConfig, ...]
     placement: tuple[tuple[int, int], ...]
     """Rank and virtual stage of each stage."""
@@ -277,7 +292,9 @@ class Stages:
 
     def message(self, batch: Batch) -> Array:
         """Return a message of zeros between stages, [b, T, S*D]."""
-        return jnp.zeros((*batch.tokens.shape[1:], self.config.stage_width), self.config.compute_dtype)
+        _, sequences, tokens = batch.tokens.shape
+        tokens //= self.tensor_parallel.token_parts
+        return jnp.zeros((sequences, tokens, self.config.stage_width), self.config.compute_dtype)
 
     def collected(self, batch: Batch) -> Array:
         """Return the loss of a microbatch, of zeros."""
@@ -305,30 +322,81 @@ class Stages:
             1 + max((index.position for *_, index in by_layer.values() if index.kind == kind), default=-1)
             for kind in range(len(self.kinds))
         ]
+        size = self.tensor_parallel.size
         layers: list[dict[str, Any]] = [{} for _ in self.kinds]
         ends = {}
         for name, value in values.items():
+            parts = [rank_part(np.asarray(value), self.specs[name].split, size, part) for part in range(size)]
             if not name.startswith(LAYERS):
-                ends[name] = np.asarray(value)
+                ends[name] = parts[0] if size == 1 else np.stack(parts)
                 continue
             number, suffix = split_name(name)
             rank, vp_stage, (kind, position) = by_layer[number]
-            value = np.asarray(value)
             if suffix not in layers[kind]:
-                layers[kind][suffix] = array((ranks, virtual, lengths[kind], *value.shape), value.dtype)
-            layers[kind][suffix][rank, vp_stage, position] = value
+                shape = (ranks * size, virtual, lengths[kind], *parts[0].shape)
+                layers[kind][suffix] = array(shape, parts[0].dtype)
+            for part, value in enumerate(parts):
+                layers[kind][suffix][rank * size + part, vp_stage, position] = value
         if self.config.enable_tensor_offload:
             layers = jax.tree.map(lambda x: [[x[:, v, i] for i in range(x.shape[2])] for v in range(virtual)], layers)
         return StagedParameters(tuple(layers), ends)
 
     def unstack(self, staged: StagedParameters) -> dict[str, Any]:
         """Return staged parameters by canonical name, without padding."""
+        size = self.tensor_parallel.size
         result = dict(staged.ends)
+        if size > 1:
+            result = {name: join_parts(parts, self.specs[name].split) for name, parts in staged.ends.items()}
         for number, (rank, vp_stage, (kind, position)) in self.by_layer().items():
             for suffix, value in staged.layers[kind].items():
-                own = value[vp_stage][position][rank] if isinstance(value, list) else value[rank, vp_stage, position]
-                result[f"{LAYERS}{number}.{suffix}"] = own
+                stack = value[vp_stage][position] if isinstance(value, list) else value[:, vp_stage, position]
+                name = f"{LAYERS}{number}.{suffix}"
+                result[name] = join_parts(stack[rank * size : (rank + 1) * size], self.specs[name].split)
         return result
+
+    def sum_over_tensor_parallel(self, gradients: StagedParameters) -> StagedParameters:
+        """Sum gradients of which every tensor-parallel rank has a part; a rank's, without the axis of ranks."""
+        if self.tensor_parallel.size == 1:
+            return gradients
+
+        def total(name: str, x: Array) -> Array:
+            split = self._split_of(name, x)
+            return sum_repeated({name: x}, {name: split}, self.tensor_parallel)[name]
+
+        return self._by_name(total, gradients)
+
+    def shares_counted(self, staged: StagedParameters) -> StagedParameters:
+        """Return for staged arrays factors with which a sum over all ranks counts every entry of a parameter once."""
+        size = self.tensor_parallel.size
+
+        def shares(name: str, x: Array) -> np.ndarray:
+            split = self._split_of(name, x)
+            counts = np.stack([share_counted(split, size, part) for part in range(size)])  # [n, entries or 1]
+            counts = np.tile(counts, (x.shape[0] // size, 1))
+            shape = [len(counts), *[1] * (x.ndim - 1)]
+            if split is not None:
+                shape[split.axis] = counts.shape[1]
+            return counts.reshape(shape)
+
+        return self._by_name(shares, staged)
+
+    def _split_of(self, name: str, x: Array) -> Split | None:
+        """Return the division of a parameter along the axes of an array that has some more before those."""
+        spec = self.specs[name]
+        split = spec.split
+        return None if split is None else split._replace(axis=split.axis + x.ndim - len(spec.shape))
+
+    def _by_name(self, change: Callable[[str, Array], Any], staged: StagedParameters) -> StagedParameters:
+        """Change every array of a staged tree; those of layers have the name of one of the layers of their kind."""
+        numbers = {index.kind: number for number, (*_, index) in self.by_layer().items()}
+        layers = tuple(
+            {
+                suffix: jax.tree.map(partial(change, f"{LAYERS}{numbers[kind]}.{suffix}"), stack)
+                for suffix, stack in stacks.items()
+            }
+            for kind, stacks in enumerate(staged.layers)
+        )
+        return StagedParameters(layers, {name: change(name, x) for name, x in staged.ends.items()})
 
 
 def divide_model(
@@ -343,6 +411,10 @@ def divide_model(
         training: True if programs use dropout.
     """
     counts = layers_by_stage(config)
+    size = config.tensor_model_parallel_size
+    ranks = TensorParallel(TENSOR_AXIS, size, config.sequence_parallel) if size > 1 else TensorParallel()
+    specs = parameter_specs(undivided(config))
+    config = rank_config(config)
     kinds = tuple(dict.fromkeys(config.layer(number) for number in range(config.num_layers)))
     # Kernels take the layer number of a dropout mask as a constant, so every stage needs its own program.
     has_constant_numbers = (
@@ -373,12 +445,13 @@ def divide_model(
             names = names_of(state)
             variant = has_constant_numbers or offloads, vp_stage if offloads else None
             programs[key] = Program(
-                *ends, indices, numbers, config, training, blocks, *variant, graph, structure, names
+                *ends, indices, numbers, config, ranks, training, blocks, *variant, graph, structure, names
             )
         placement.append((rank, vp_stage))
         program_of.append([*programs].index(key))
         first_layers.append(first)
-    return Stages(config, kinds, tuple(placement), tuple(programs.values()), tuple(program_of), tuple(first_layers))
+    placed = tuple(placement), tuple(programs.values()), tuple(program_of), tuple(first_layers)
+    return Stages(config, ranks, specs, kinds, *placed)
 
 
 def names_of(state: nnx.State) -> tuple[str, ...]:

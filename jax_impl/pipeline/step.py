@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from diptych.plans.config import TransformerConfig
@@ -21,11 +21,10 @@ from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.lockstep import KEEPS, Keep, LockstepTable, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
-from diptych.plans.tensor_parallel import check_one_rank
 from jax_impl.offload import Moved
 from jax_impl.pipeline.backends import BACKENDS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
 from jax_impl.pipeline.executor import run_lockstep
-from jax_impl.pipeline.programs import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, StagedParameters
+from jax_impl.pipeline.programs import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, StagedParameters
 from jax_impl.pipeline.stages import Batch, divide_model, names_of
 from jax_impl.pipeline.wavefront import run_wavefront
 
@@ -48,7 +47,8 @@ def make_pipeline_step(
             as ``model_class(config, pre_process, post_process, vp_stage=, pp_rank=)``.
         config: number of ranks, virtual stages, layers by stage, schedule and recompute settings.
         mesh: mesh with an axis "pp" of the size of the pipeline. With shard_map it may have an axis "dp", which divides
-            the samples of every microbatch, and an axis "cp" of size context_parallel_size. None: the first devices.
+            the samples of every microbatch, an axis "cp" of size context_parallel_size, and one "tp" of size
+            tensor_model_parallel_size. None: the first devices.
         backend: "pmap" or "shard_map", which place the program on the devices. Both run the same function; only
             shard_map supports parameters on the host.
         keep: values that a stage saves for backward: its "inputs" (backward replays the stage), or the "residuals" that
@@ -64,7 +64,6 @@ def make_pipeline_step(
         ValueError: the mesh, the devices or an option is not supported, or JAX has too few threads to interpret kernels
             on this number of devices; the message names the remedy.
     """
-    check_one_rank(config, "the JAX backend")
     _check_options(model, config, backend, keep, slots)
     mesh = _mesh(config, mesh, backend)
     _check_threads(config, mesh)
@@ -151,12 +150,22 @@ class PipelineStep:
         return shardings_of(staged, self.mesh)
 
     def shapes(self, staged: StagedParameters) -> StagedParameters:
-        """Return the shape and dtype of every leaf in the undivided model, as jax.ShapeDtypeStruct."""
+        """Return the shape and dtype of every leaf in the model of a rank, as jax.ShapeDtypeStruct."""
         stack_axes = 1 if self.config.enable_tensor_offload else 3
+        end_axes = 1 if self.config.tensor_model_parallel_size > 1 else 0
         shapes = [
-            jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct(x.shape[n:], x.dtype), staged) for n in (stack_axes, 0)
+            jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct(x.shape[n:], x.dtype), staged)
+            for n in (stack_axes, end_axes)
         ]
         return StagedParameters(shapes[0].layers, shapes[1].ends)
+
+    def counted_once(self, gradients: StagedParameters) -> StagedParameters:
+        """Return staged gradients with zeros where another rank has the same entry, for sums over all ranks."""
+        if self.config.tensor_model_parallel_size == 1:
+            return gradients
+        return jax.tree.map(
+            lambda g, share: g * share.astype(g.dtype), gradients, self.stages.shares_counted(gradients)
+        )
 
     def table(self, num_microbatches: int) -> LockstepTable:
         """Return the compiled table for a number of microbatches."""
@@ -177,8 +186,12 @@ class PipelineStep:
         self.moved = Moved()
         axes = tuple(self.mesh.axis_names)
         if CONTEXT_AXIS in axes and self.config.cp_exchange == PIPELINED:
-            return run_wavefront(self.stages, self.keep, axes, params, batch, self._forward_only)
-        return run_lockstep(self.stages, table, self.keep, axes, params, batch, self.moved)[:2]
+            losses, gradients = run_wavefront(self.stages, self.keep, axes, params, batch, self._forward_only)
+        else:
+            losses, gradients = run_lockstep(self.stages, table, self.keep, axes, params, batch, self.moved)[:2]
+        if TENSOR_AXIS in axes:
+            losses = lax.pmean(losses, TENSOR_AXIS)  # all of these ranks have the same
+        return losses, self.stages.sum_over_tensor_parallel(gradients)
 
     def _batch(
         self, tokens: Any, targets: Any, step: int | Array = 0, samples: Any = None, document_starts: Any = None
@@ -244,6 +257,7 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, backend: str) -> Mesh:
     """Check a mesh, or create one over the first devices."""
     p = config.pipeline_model_parallel_size
     cp = config.context_parallel_size
+    tp = config.tensor_model_parallel_size
     n = config.model_parallel_size
     if mesh is None:
         devices = jax.devices()
@@ -252,19 +266,21 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, backend: str) -> Mesh:
                 f"{replica_settings(config)}: expected at most the {len(devices)} devices JAX has, got {n}; on a "
                 f"CPU call jax.config.update('jax_num_cpu_devices', {n}) before JAX is used"
             )
-        if cp == 1:
-            return Mesh(np.array(devices[:p]), (PIPELINE_AXIS,))
-        mesh = Mesh(np.array(devices[:n]).reshape(cp, p), (CONTEXT_AXIS, PIPELINE_AXIS))
-    allowed_axes = {PIPELINE_AXIS, DATA_AXIS, CONTEXT_AXIS}
+        sizes = {CONTEXT_AXIS: cp, PIPELINE_AXIS: p, TENSOR_AXIS: tp}
+        axes = [axis for axis, size in sizes.items() if size > 1 or axis == PIPELINE_AXIS]
+        mesh = Mesh(np.array(devices[:n]).reshape([sizes[axis] for axis in axes]), axes)
+    allowed_axes = {PIPELINE_AXIS, DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS}
     if mesh.shape.get(PIPELINE_AXIS) != p or not {*mesh.axis_names} <= allowed_axes:
         raise ValueError(
             f"mesh: expected an axis {PIPELINE_AXIS!r} of size pipeline_model_parallel_size={p}, and besides at most "
-            f"an axis {DATA_AXIS!r} and an axis {CONTEXT_AXIS!r}, got {dict(mesh.shape)}"
+            f"axes {DATA_AXIS!r}, {CONTEXT_AXIS!r} and {TENSOR_AXIS!r}, got {dict(mesh.shape)}"
         )
-    if mesh.shape.get(CONTEXT_AXIS, 1) != cp:
-        raise ValueError(
-            f"mesh: expected an axis {CONTEXT_AXIS!r} of size context_parallel_size={cp}, got {dict(mesh.shape)}"
-        )
+    for axis, name, size in (
+        (CONTEXT_AXIS, "context_parallel_size", cp),
+        (TENSOR_AXIS, "tensor_model_parallel_size", tp),
+    ):
+        if mesh.shape.get(axis, 1) != size:
+            raise ValueError(f"mesh: expected an axis {axis!r} of size {name}={size}, got {dict(mesh.shape)}")
     if backend == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
         raise ValueError(
             f"mesh: expected axis {PIPELINE_AXIS!r} alone with backend 'pmap', got {dict(mesh.shape)}; use backend "

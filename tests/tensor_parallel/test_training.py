@@ -1,6 +1,10 @@
 """Training over tensor-parallel ranks is training: the same losses, norms, gradients, parameters, checkpoints."""
 
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +15,11 @@ from parity.ranks import RankTrainer
 from reference_torch.rank_pool import RankPool
 from reference_torch.train import Trainer
 from reference_torch.transformer import GPTModel
-from tests.backends import tiny_corpus
+from tests.backends import rounds, tiny_corpus
 from tests.pipeline.test_training import trajectory, worst
 from tests.test_documents import corpus_of_documents
 
+ROOT = Path(__file__).parents[2]
 CONFIG = TransformerConfig(
     hidden_size=16,
     num_layers=3,
@@ -92,6 +97,9 @@ CUTS = {
     "all of it": {**TOKENS, **STAGES, **HYPER, **SELECTIVE, **OFFLOAD, "context_parallel_size": 2},
     "tokens counted": {**TOKENS, "calculate_per_token_loss": True},
 }
+REPLICAS = "replicas of stages"
+"""A cut of JAX alone, on a mesh with two replicas."""
+TORCH_ALONE = ("tokens counted",)
 DAILY = ("joint norms", "experts, tokens", "stages of experts, zero bubble")
 
 
@@ -114,6 +122,31 @@ def test_s1_torch_trains_as_one_process(cut):
         assert_same(trajectory(trainer, corpus), trajectory(Trainer(alone, TRAIN, corpus, device="cpu"), corpus))
 
 
+@pytest.mark.multiprocess
+def test_s1_backward_repeats_exchanges_only_with_full_recompute():
+    """Of 3 layers with two regions each: before and after a region, forward and backward, and the replay of forward."""
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    train = replace(TRAIN, micro_batch_size=TRAIN.global_batch_size)
+    found = {}
+    with RankPool(2, preload=("reference_torch.train",)) as pool:
+        for tokens in (False, True):
+            for name, recompute in (("none", {}), ("selective", SELECTIVE), ("full", full)):
+                config = replace(CONFIG, sequence_parallel=tokens, **HYPER, **recompute)
+                counts = pool.run("tests.tensor_parallel.jobs:collectives", config, train)
+                assert counts[0] == counts[1]
+                found[tokens, name] = counts[0]
+    regions = 2 * CONFIG.num_layers
+    ends = 1  # after the embedding, and before the head
+    others = 3 + 1  # of the cross entropy, and the gradients that are sums over ranks
+    for name in ("none", "selective"):
+        assert found[False, name] == {"all_reduce": 2 * (regions + ends) + others}
+        both = 2 * (regions + ends)
+        assert found[True, name] == {"all_gather": both, "reduce_scatter": both, "all_reduce": others}
+    assert found[False, "full"] == {"all_reduce": 2 * (regions + ends) + others + regions}
+    both = 2 * (regions + ends) + regions
+    assert found[True, "full"] == {"all_gather": both, "reduce_scatter": both, "all_reduce": others}
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("changes", [{}, TOKENS, {**TOKENS, **STAGES}], ids=["ranks", "tokens", "stages"])
@@ -128,6 +161,21 @@ def test_s1_replicas_of_ranks_train_as_one_process(changes):
     for loss, gradients in parts:
         assert loss == pytest.approx(expected[0], rel=1e-12)
         assert worst((gradients,), (expected[1],))[0] <= 1e-11
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("cut", [*(cut for cut in CUTS if cut not in TORCH_ALONE), REPLICAS])
+def test_s1_jax_trains_as_pytorch_in_one_process(cut, tmp_path):
+    count = 3  # rounds of random numbers; ten take JAX half its compiling
+    child = [sys.executable, "-m", "tests.tensor_parallel.training_child", str(tmp_path), str(count), cut]
+    done = subprocess.run(child, capture_output=True, text=True, timeout=580, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    corpus = corpus_of_documents() if "tokens" in cut else tiny_corpus()
+    alone = undivided(replace(CONFIG, **{**CUTS.get(cut, {}), **PLAIN}))
+    with rounds(count):
+        expected = trajectory(Trainer(alone, TRAIN, corpus, device="cpu"), corpus)
+    assert_same(pickle.loads((tmp_path / cut).read_bytes()), expected)
 
 
 @pytest.mark.multiprocess
