@@ -76,7 +76,7 @@ def call_through(
     changed: list[Any] = []
     result: list[Callable[..., Any]] = []
 
-    def run(state: Any, arrays: list[Any]) -> Any:
+    def run(state: Any, *arrays: Any) -> Any:
         merged = nnx.merge(graph, state, copy=True)
         found = list(leaves)
         for place, leaf in zip((*node_places, *array_places), (*merged, *arrays), strict=True):
@@ -94,11 +94,11 @@ def call_through(
         before = _values(state)
         after = _values(state_after)
         changed[:] = [path for path in after if after[path] is not before[path]]
-        arrays, join = split_arrays(owner, output)
+        outputs, join = split_arrays(owner, output)
         result[:] = [join]
-        return arrays, [after[path] for path in changed]
+        return outputs, [after[path] for path in changed]
 
-    output, values = transform(run)(state, [leaves[place] for place in array_places])
+    output, values = transform(run)(state, *[leaves[place] for place in array_places])
     if changed:
         present = dict(nnx.to_flat_state(state))
         updated = {path: _replaced(present[path], value) for path, value in zip(changed, values, strict=True)}

@@ -6,7 +6,7 @@ not saved, so backward copies the parameters again. XLA overlaps the copies with
 ``reference_torch/offload/modules.py``.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -215,7 +215,7 @@ def _offloaded_class(kind: type) -> type:
     return subclass_with(kind, call)
 
 
-def _run_with_copies(run: Callable[..., Any], state: Any, arrays: list[Any]) -> Any:
+def _run_with_copies(run: Callable[..., Any], state: Any, *arrays: Any) -> Any:
     """Run a function with copies of the arrays in host memory.
 
     One opaque call makes the copies and whatever depends on them alone, such as a cast to bfloat16, so that none of it
@@ -232,11 +232,11 @@ def _run_with_copies(run: Callable[..., Any], state: Any, arrays: list[Any]) -> 
     others = [leaf for place, leaf in enumerate(leaves) if place not in places]
     result: list[Any] = []
 
-    def flat(copies: list[Any], others: list[Any], arrays: list[Any]) -> list[Any]:
+    def flat(copies: list[Any], others: list[Any], arrays: Sequence[Any]) -> list[Any]:
         by_place = dict(zip(places, copies, strict=True))
         remaining = iter(others)
         state = [by_place[place] if place in by_place else next(remaining) for place in range(len(leaves))]
-        found, treedef = jax.tree.flatten(run(jax.tree.unflatten(structure, state), arrays))
+        found, treedef = jax.tree.flatten(run(jax.tree.unflatten(structure, state), *arrays))
         result[:] = [treedef]
         return found
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.partial_eval import dce_jaxpr_consts
 
 from jax_impl.traced_programs import CALLS
 
@@ -24,9 +25,27 @@ def without_residuals(function: Callable[..., Any], saves_results: bool = False)
     """Return a function that keeps only its arguments for backward.
 
     Args:
-        function: function of pytrees of arrays. It is evaluated again in backward.
+        function: function of pytrees of arrays. It is evaluated again in backward. Results that depend on the same of
+            these pytrees are computed together, others apart: under vmap, jax.custom_vjp (JAX 0.10) counts the gradient
+            of a result that is equal for all samples once for each sample if another argument or result is not.
         saves_results: False: except_opaque_calls refuses the results.
     """
+
+    def call(*args: Any) -> Any:
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        _reject_what_is_outside(program)
+        leaves = jax.tree.leaves(args)
+        found: dict[int, Any] = {}
+        for operands, results, part in _parts(program, [len(jax.tree.leaves(arg)) for arg in args]):
+            values = _with_arguments_alone(part, saves_results)(*[leaves[place] for place in operands])
+            found |= zip(results, values, strict=True)
+        return jax.tree.unflatten(jax.tree.structure(shapes), [found[place] for place in range(len(found))])
+
+    return call
+
+
+def _with_arguments_alone(function: Callable[..., Any], saves_results: bool) -> Callable[..., Any]:
+    """Return a function of arrays as an opaque call that keeps only its arguments for backward."""
 
     @jax.custom_vjp
     def call(*args: Any) -> Any:
@@ -40,6 +59,49 @@ def without_residuals(function: Callable[..., Any], saves_results: bool = False)
 
     call.defvjp(forward, backward)
     return call
+
+
+def _parts(program: ClosedJaxpr, sizes: Sequence[int]) -> Sequence[tuple[Sequence[int], Sequence[int], Callable]]:
+    """Divide a program by what its real or complex results depend on.
+
+    Args:
+        program: the program.
+        sizes: number of leaves of each of the original arguments.
+
+    Returns:
+        For each part the places of its arguments and of its results, and its function. It is one part if it has
+        callbacks, or if parts would repeat more of each other than the program is long.
+    """
+    jaxpr = program.jaxpr
+    whole = [(range(len(jaxpr.invars)), range(len(jaxpr.outvars)), jaxpr_as_fun(program))]
+    inexact = [jnp.issubdtype(result.aval.dtype, jnp.inexact) for result in jaxpr.outvars]
+    if sum(inexact) < 2 or program.effects:
+        return whole
+    owners = [number for number, size in enumerate(sizes) for _ in range(size)]
+    depends = [frozenset(owners[i] for i in _part(program, [place])[0]) for place in range(len(inexact))]
+    keys = sorted({on for on, is_inexact in zip(depends, inexact, strict=True) if is_inexact}, key=len)
+    groups: dict[frozenset[int], list[int]] = {key: [] for key in keys}
+    for place, on in enumerate(depends):
+        # whole numbers have no gradient, so that it suffices if they vary with the others
+        groups[on if inexact[place] else next((key for key in keys if on <= key), keys[-1])].append(place)
+    found = [(results, *_part(program, results)) for results in groups.values()]
+    if len(keys) < 2 or sum(_length(part.jaxpr) for *_, part in found) > 2 * _length(jaxpr):
+        return whole
+    return [(read, results, jaxpr_as_fun(part)) for results, read, part in found]
+
+
+def _part(program: ClosedJaxpr, results: Sequence[int]) -> tuple[list[int], ClosedJaxpr]:
+    """Return the places of the arguments that some results of a program depend on, and the program of these results."""
+    is_read = [place in results for place in range(len(program.jaxpr.outvars))]
+    part, consts, inputs = dce_jaxpr_consts(program.jaxpr, is_read)
+    kept = [value for value, is_kept in zip(program.consts, consts, strict=True) if is_kept]
+    return [place for place, is_input in enumerate(inputs) if is_input], ClosedJaxpr(part, kept)
+
+
+def _length(program: Jaxpr) -> int:
+    """Return the number of operations of a program."""
+    inner = [sum(map(_length, jaxprs_in_params(equation.params))) for equation in program.eqns]
+    return sum(max(1, number) for number in inner)
 
 
 def except_opaque_calls(primitive: Any, *operands: Any, **params: Any) -> bool:
@@ -78,14 +140,19 @@ def opaque_call(function: Callable[..., Any], *args: Any, saves_results: bool = 
             ordered callbacks.
     """
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    _reject_what_is_outside(program)
+    results = opaque_call_p.bind(*jax.tree.leaves(args), program=program, saves_results=saves_results)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _reject_what_is_outside(program: ClosedJaxpr) -> None:
+    """Reject a program with ordered callbacks, or with arrays of a transformation around it that are no arguments."""
     reject_ordered_callbacks(program)
     if any(isinstance(constant, jax.core.Tracer) for constant in program.consts):  # pyright: ignore[reportAttributeAccessIssue]
         raise NotImplementedError(
             "recompute_modules: expected a submodule that reads its Variables and arguments only, got one that reads "
             "an array of a surrounding transformation; pass that array as an argument"
         )
-    results = opaque_call_p.bind(*jax.tree.leaves(args), program=program, saves_results=saves_results)
-    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 def reject_ordered_callbacks(program: ClosedJaxpr) -> None:
@@ -117,7 +184,11 @@ def _batch(axis: Any, args: Any, axes: Any, *, program: ClosedJaxpr, saves_resul
             f"recompute_modules: expected a submodule without collectives over the axis of a vmap, got one over "
             f"{axis.name!r}; leave it out of the chosen ones, or use shard_map"
         )
-    places = [0 if each else None for each in _varying(program.jaxpr, [place is not None for place in axes])]
+    if all(place is None for place in axes):
+        return opaque_call_p.bind(*args, program=program, saves_results=saves_results), [None] * len(program.out_avals)
+    varying = _depends(program.jaxpr, [frozenset() if place is None else frozenset([0]) for place in axes])
+    has_gradient = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in program.out_avals]
+    places = [0 if each or real else None for each, real in zip(varying, has_gradient, strict=True)]
     batched = jax.vmap(
         lambda args: jaxpr_as_fun(program)(*args),
         in_axes=([*axes],),
@@ -128,26 +199,26 @@ def _batch(axis: Any, args: Any, axes: Any, *, program: ClosedJaxpr, saves_resul
     return opaque_call(batched, [*args], saves_results=saves_results), places
 
 
-def _varying(program: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Return for each result of a program whether it depends on an argument that does.
+def _depends(program: Jaxpr, inputs: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """Return for each result of a program the numbers of the arguments that it depends on.
 
     Args:
         program: the program.
-        inputs: whether its arguments do.
+        inputs: numbers of its arguments, of which several may have the same.
     """
-    varies = dict(zip(program.invars, inputs, strict=True))
+    found = dict(zip(program.invars, inputs, strict=True))
 
-    def read(atom: Any) -> bool:
-        return not isinstance(atom, Literal) and varies.get(atom, False)
+    def read(atom: Any) -> frozenset[int]:
+        return frozenset() if isinstance(atom, Literal) else found.get(atom, frozenset())
 
     for equation in program.eqns:
         operands = [*map(read, equation.invars)]
         inner = [*jaxprs_in_params(equation.params)]
         if equation.primitive.name in CALLS and len(inner) == 1:
-            found = _varying(inner[0], operands)
+            results = _depends(inner[0], operands)
         else:
-            found = [any(operands)] * len(equation.outvars)
-        varies.update(zip(equation.outvars, found, strict=True))
+            results = [frozenset().union(*operands)] * len(equation.outvars)
+        found.update(zip(equation.outvars, results, strict=True))
     return [*map(read, program.outvars)]
 
 

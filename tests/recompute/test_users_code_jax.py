@@ -277,6 +277,127 @@ def test_results_that_are_equal_for_all_samples_of_a_vmap():
     np.testing.assert_allclose(*found, rtol=1e-12)
 
 
+class Scaled(Model):
+    """A model with a scale, which its part gets as an argument."""
+
+    def __init__(self, part: nnx.Module, use) -> None:
+        super().__init__(part, use)
+        self.scale = nnx.Param(jnp.asarray(1.5))
+
+    def __call__(self, x):
+        return self.use(self.part, x, self.scale[...])
+
+
+class Penalised(Part):
+    """A part that returns values of its parameters and arguments alone: a penalty and a gate."""
+
+    def __call__(self, x, scale):
+        return super().__call__(x) * scale, (self.linear.kernel[...] ** 2).sum(), jnp.sin(scale)
+
+
+class Counting(Penalised):
+    """The same with a running mean of the penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nnx.BatchStat(jnp.ones(()))
+
+    def __call__(self, x, scale):
+        y, penalty, gate = super().__call__(x, scale)
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * penalty
+        return y, penalty * self.mean[...], gate
+
+
+class InCheckpoint(Penalised):
+    """The same in a checkpoint of the user."""
+
+    def __call__(self, x, scale):
+        def run(kernel, x, scale):
+            return jnp.tanh(x @ kernel) * scale, (kernel**2).sum(), jnp.sin(scale)
+
+        return jax.checkpoint(run)(self.linear.kernel[...], x, scale)
+
+
+class Looping(Penalised):
+    """The same in a loop over the rows of a sample."""
+
+    def __call__(self, x, scale):
+        @jax.checkpoint
+        def values(x):
+            return jnp.tanh(x) * scale, scale**2, jnp.sin(scale)
+
+        def row(carry, x):
+            y, penalty, gate = values(x)
+            return carry + penalty * gate, y * penalty
+
+        carry, y = jax.lax.scan(row, jnp.zeros(()), self.norm(x))
+        return y * carry, scale, scale**2
+
+
+def product(part, x, scale):
+    """What a model makes of the values."""
+    y, penalty, gate = part(x, scale)
+    return y * penalty * gate
+
+
+def over_samples(part, x, scale):
+    """The same for each sample."""
+    return jax.vmap(lambda x: product(part, x, scale))(x)
+
+
+def over_samples_alone(part, x, scale):
+    """The same, where the other values are no results for each sample."""
+    call = nnx.vmap(lambda part, x, scale: part(x, scale), in_axes=(None, 0, None), out_axes=(0, None, None))
+    y, penalty, gate = call(part, x, scale)
+    return y * penalty * gate
+
+
+def over_rows(part, x, scale):
+    """The same for each row of each sample."""
+    return nnx.vmap(nnx.vmap(product, in_axes=(None, 0, None)), in_axes=(None, 1, None))(part, x, scale)
+
+
+def over_scales(part, x, scale):
+    """The same for each scale."""
+    return nnx.vmap(product, in_axes=(None, None, 0))(part, x, scale * jnp.arange(3.0))
+
+
+MAPS = [
+    (Penalised, over_samples),
+    (Counting, nnx.vmap(product, in_axes=(None, 0, None))),
+    (Counting, over_samples_alone),
+    (Counting, over_rows),
+    (Penalised, over_scales),
+    (InCheckpoint, over_samples),
+    (InCheckpoint, over_samples_alone),
+    (Looping, over_samples),
+]
+"""Kinds of parts, and functions that map them, with values that are equal for all samples."""
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize(("kind", "use"), MAPS)
+def test_gradients_of_values_that_are_equal_for_all_samples(kind, use, technique):
+    """JAX's custom_vjp counts the gradient of such a result once for each sample."""
+    found = []
+    for apply in (TECHNIQUES[technique], lambda model: None):
+        model = Scaled(kind(), use)
+        apply(model)
+        found.append((gradients(model), model.part.mean[...] if kind is Counting else None))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), *found)
+
+
+def test_gradients_of_values_of_a_function_that_are_equal_for_all_samples():
+    def values(x, scale):
+        y, penalty = jax.checkpoint(lambda x, scale: (jnp.tanh(x) * scale, jnp.exp(scale)))(x, scale)
+        return checkpoint_name(y * penalty, "y")
+
+    def gradient(values):
+        return jax.grad(lambda scale: jax.vmap(lambda x: values(x, scale))(batch()).sum())(1.5)
+
+    np.testing.assert_allclose(gradient(recompute_modules(values, ["y"])), gradient(values), rtol=1e-12)
+
+
 class Centred(Part):
     """A part that subtracts the mean of the mapped samples."""
 
