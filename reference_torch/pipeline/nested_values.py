@@ -91,10 +91,10 @@ def _slots(kind: type) -> list[str]:
     return [name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__")]
 
 
-def contents(value: Any) -> dict[Place, Any]:
+def contents(value: Any, depth: int = _DEPTH) -> dict[Place, Any]:
     """Return what a value contains, by place: itself, what is in lists, tuples and dicts, and attributes of objects."""
     found: dict[Place, Any] = {}
-    _visit((), value, found, set(), _DEPTH)
+    _visit((), value, found, set(), depth)
     return found
 
 

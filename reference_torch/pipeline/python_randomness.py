@@ -3,59 +3,76 @@
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 from torch import nn
+
+from reference_torch.pipeline.nested_values import contents
 
 _SOURCES = (random.Random, np.random.RandomState, np.random.Generator)
 _QUIET = ("getstate", "setstate", "get_state", "set_state")
 
 
 class PythonRandomness:
-    """A context that notes draws of this thread, and at its end puts the global sources back to where they were.
+    """A context that notes draws of this thread, and at its end puts the sources back to where they were.
 
     Draws from the global sources are noted by wrappers of the functions of ``random`` and ``numpy.random``. Functions
-    that were imported earlier by name are noted by the state of their source, unless others may draw from it: other
-    threads, and beartype, which checks an item of a list that it draws.
+    that were imported earlier by name are noted by the state of their source. Where others may draw from it too (other
+    threads, and beartype, which checks an item of a list that it draws), such a draw only makes this unsure.
 
     Args:
-        modules: modules whose attributes may be sources too.
+        modules: modules whose attributes and methods may have sources of their own.
+        is_exact: True to know draws from ``random`` by a profile function, which is slow, and never to be unsure.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        owned = [value for module in modules for value in vars(module).values() if isinstance(value, _SOURCES)]
-        self._owned = {id(source): source for source in owned}.values()
+    def __init__(self, modules: Iterable[nn.Module], is_exact: bool = False) -> None:
+        self._owned = [*_sources(modules)]
+        self._is_exact = is_exact
         self._is_alone = threading.active_count() == 1 and "beartype" not in sys.modules
         self._thread = threading.get_ident()
         self._is_drawn = False
         self._wrapped: list[tuple[Any, str, Any]] = []
+        self.is_unsure = False
+        """True if a draw may have been that of another thread or of beartype."""
 
     def __enter__(self) -> None:
-        self._before = random.getstate(), np.random.get_state()
+        self._before = [(_setter(source), state) for source in self._owned for state in [_state(source)]]
+        self._before += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
         for module in (random, np.random):
             for name, function in [*vars(module).items()]:
                 if isinstance(getattr(function, "__self__", None), _SOURCES) and name not in _QUIET:
                     self._wrapped.append((module, name, function))
                     setattr(module, name, self._noting(function))
+        self._profile = sys.getprofile()
+        if self._is_exact:
+            sys.setprofile(self._note_call)
         self.note()
 
     def __exit__(self, *exception: object) -> None:
+        if self._is_exact:
+            sys.setprofile(self._profile)
         for module, name, function in self._wrapped:
             setattr(module, name, function)
-        random.setstate(self._before[0])
-        np.random.set_state(self._before[1])
+        for put_back, state in self._before:
+            put_back(state)
 
     def is_drawn(self) -> bool:
-        """Return True if a number was drawn since the last ``note``."""
-        return self._is_drawn or self._read() != self._states
+        """Return True if a number was surely drawn since the last ``note``."""
+        owned, shared = self._read()
+        is_drawn = self._is_drawn or owned != self._owned_states
+        if not is_drawn and shared != self._shared_states:
+            is_drawn = self._is_alone or self._is_exact
+            self.is_unsure |= not is_drawn
+        return is_drawn
 
     def note(self) -> None:
         """Forget the draws until now."""
         self._is_drawn = False
-        self._states = self._read()
+        self._owned_states, self._shared_states = self._read()
 
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of a global source that notes its calls."""
@@ -67,23 +84,90 @@ class PythonRandomness:
 
         return draw
 
-    def _read(self) -> list[Any]:
-        states = [*map(_state, self._owned)]
-        return [*states, random.getstate(), _comparable(np.random.get_state())] if self._is_alone else states
+    def _note_call(self, frame: Any, event: str, called: Any) -> None:
+        """Note a call of a C function."""
+        if event == "c_call" and getattr(called, "__self__", None) is _PYTHON and called.__name__ not in _QUIET:
+            self._is_drawn |= "beartype" not in frame.f_code.co_filename
+
+    def _read(self) -> tuple[list[Any], list[Any]]:
+        """Return the states of the sources of the model, and of those that all share."""
+        owned = [_comparable(_state(source)) for source in self._owned]
+        shared = [_comparable(np.random.get_state())]
+        return owned, shared if self._is_exact else [*shared, random.getstate()]
+
+
+_PYTHON = random.random.__self__  # pyright: ignore[reportFunctionMemberAccess]
+_NUMPY = np.random.random.__self__  # pyright: ignore[reportFunctionMemberAccess]
+_DEPTH = 3
+"""Functions that call functions that are searched for sources."""
+
+
+def _sources(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield sources in attributes of modules, and those that their methods reach by global names and closures."""
+    seen = {id(_PYTHON), id(_NUMPY)}
+    for module in modules:
+        attributes = {name: value for name, value in vars(module).items() if name not in ("_modules", "_parameters")}
+        values = [*contents(attributes).values()]
+        for kind in type(module).__mro__:
+            if kind.__module__.partition(".")[0] not in _LIBRARIES:
+                values += [each for value in vars(kind).values() for each in _reached(value, seen, _DEPTH)]
+        for value in [*values, *_reached(vars(module).get("forward"), seen, _DEPTH)]:
+            if isinstance(value, _SOURCES) and not isinstance(value, random.SystemRandom) and id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
+_LIBRARIES = ("torch", "numpy", "random", "builtins")
+"""Packages whose functions are not searched."""
+
+
+def _reached(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
+    """Yield the values that a function reaches, or those in another value."""
+    function = getattr(value, "__func__", value)  # of a method, a static method or a class method
+    function = getattr(function, "fget", function)  # of a property
+    if not isinstance(function, FunctionType):
+        yield from () if isinstance(value, nn.Module | ModuleType) else contents(value, 1).values()
+        return
+    if not depth or id(function) in seen or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+        return
+    seen.add(id(function))
+    for cell in function.__closure__ or ():
+        if cell != CellType():  # an empty one
+            yield from _reached(cell.cell_contents, seen, depth - 1)
+    names = {*_names(function.__code__)}
+    for name in names & function.__globals__.keys():
+        found = function.__globals__[name]
+        inner = vars(found) if isinstance(found, ModuleType | type) else {}
+        for each in [found, *(inner[key] for key in names & inner.keys())]:
+            yield from _reached(each, seen, depth - 1)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function uses, also in functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def _state(source: Any) -> Any:
-    """Return the state of a source of random numbers, in a form that == compares."""
-    if isinstance(source, random.Random):
-        return source.getstate()
-    is_old = isinstance(source, np.random.RandomState)
-    return _comparable(source.get_state() if is_old else source.bit_generator.state)
+    """Return the state of a source of random numbers."""
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    return source.getstate() if isinstance(source, random.Random) else source.get_state()
+
+
+def _setter(source: Any) -> Callable[[Any], Any]:
+    """Return a function that sets the state of a source."""
+    if isinstance(source, np.random.Generator):
+        return lambda state: setattr(source.bit_generator, "state", state)
+    return source.setstate if isinstance(source, random.Random) else source.set_state
 
 
 def _comparable(state: Any) -> Any:
-    """Return a state with bytes in place of arrays."""
+    """Return a state with bytes in place of arrays, which == compares."""
     if isinstance(state, np.ndarray):
         return state.tobytes()
     if isinstance(state, dict):
         return {name: _comparable(value) for name, value in state.items()}
-    return tuple(map(_comparable, state)) if isinstance(state, tuple) else state
+    return tuple(map(_comparable, state)) if isinstance(state, tuple) and len(state) < 20 else state

@@ -1,5 +1,6 @@
 """Tensors with elements in a traced forward: every part makes them for itself, or has them from the model."""
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +21,11 @@ class RealTensors:
 
     def __init__(self, enclosing: Mapping[str, nn.Module]) -> None:
         self._enclosing = enclosing
-        self._made: set[int] = set()
-        """Storages that the forward has made."""
+        known = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+        known += tensors_in([vars(module) for module in enclosing.values()])  # also after gc.freeze
+        self._alive = [tensor for tensor in known if not issubclass(type(tensor), FakeTensor)]
+        self._existing = {_storage(tensor) for tensor in self._alive}
+        """Storages that existed before the forward; all others it has made."""
 
     def check_written(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Refuse to write something that only one part has into a tensor that every part makes for itself."""
@@ -44,10 +48,10 @@ class RealTensors:
             args: its positional arguments.
             kwargs: its keyword arguments.
         """
-        found = Changes(self._made, getattr(function, "__name__", str(function)), (args, kwargs))
+        found = Changes(getattr(function, "__name__", str(function)), (args, kwargs))
         yield found
         for tensor in found.changed:
-            if _storage(tensor) not in self._made:
+            if _storage(tensor) in self._existing:
                 raise ValueError(
                     f"split_model: expected the code around the cuts to change no tensor in place but its own and "
                     f"buffers, got {found.function!r} on {self._described(tensor)}, which every stage would change; "
@@ -67,13 +71,11 @@ class Changes:
     """The changes of arguments by one function.
 
     Args:
-        made: storages that the forward has made.
         function: name of the function.
         arguments: its arguments.
     """
 
-    def __init__(self, made: set[int], function: str, arguments: Any) -> None:
-        self._made = made
+    def __init__(self, function: str, arguments: Any) -> None:
         self.function = function
         real = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor) and not isinstance(t, FakeTensor)]
         self._versions = [(tensor, tensor._version) for tensor in real if not tensor.is_inference()]
@@ -82,11 +84,6 @@ class Changes:
     def changed(self) -> list[Tensor]:
         """The tensors that the function has changed in place."""
         return [tensor for tensor, version in self._versions if tensor._version != version]
-
-    def note(self, result: Any) -> None:
-        """Note what the function has made, in memory that is not that of its arguments."""
-        before = {_storage(tensor) for tensor, _ in self._versions}
-        self._made |= {storage for tensor in tensors_in(result) if (storage := _storage(tensor)) not in before}
 
     def check_none(self) -> None:
         """Refuse random numbers in place, which only one part draws, in a tensor that every part has."""

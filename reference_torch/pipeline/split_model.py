@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from reference_torch.pipeline.nested_values import tensors_in
+from reference_torch.pipeline.nested_values import containers_copied, contents, tensors_in
 from reference_torch.pipeline.partial_forward import PartEnd, PartialRun, Trace, current_run
 from reference_torch.pipeline.payloads import TreeSpec, flatten
 from reference_torch.pipeline.shared_parameters import find_shared
@@ -335,13 +335,16 @@ def _refuse_pickle(made: Any) -> NoReturn:
 def _stage(model: nn.Module, tracer: _Tracer, part: int, owners: Mapping[str, set[int]]) -> Any:
     """Return one stage of a model."""
     fakes = dict(tracer.watched(tracer.model))
+    whole = [module for name, module in tracer.watched(model) if name not in tracer.enclosing]
+    inner = [vars(module) for each in whole for module in each.modules()]
+    memo = {id(value): value for each in inner for value in contents(each, 0).values()}  # these stay shared
 
     def build(name: str, module: nn.Module) -> nn.Module:
         if name not in tracer.enclosing:
             own = [key for key, parts in owners.items() if part in parts]
             read = {key.removeprefix(f"{name}.") for key in own if key.startswith(f"{name}.")}
             return _whole(module, fakes[name], part in owners[name] or not _state(module), read)
-        copied = _shallow_copy(module, type(fakes[name]))
+        copied = _shallow_copy(module, type(fakes[name]), memo)
         for child, submodule in module._modules.items():
             if submodule is not None:
                 copied._modules[child] = build(f"{name}.{child}".lstrip("."), submodule)
@@ -380,7 +383,7 @@ def _whole(module: nn.Module, fake: nn.Module, owned: bool, read: set[str]) -> n
 
 def _without_parameters(module: nn.Module, fake: nn.Module, read: set[str]) -> Any:
     """Return a submodule with fake parameters as attributes, except for those that are read."""
-    absent = _shallow_copy(fake, type(fake))
+    absent = _shallow_copy(fake, type(fake), {})
     for registry in ("_parameters", "_buffers"):
         for name, value in getattr(fake, registry).items():
             if name in read:
@@ -392,7 +395,7 @@ def _without_parameters(module: nn.Module, fake: nn.Module, read: set[str]) -> A
         inner = {key.partition(".")[2] for key in read if key.startswith(f"{name}.")}
         if inner and value is not None:
             absent._modules[name] = _without_parameters(module.get_submodule(name), value, inner)
-        else:
+        elif value is None or _state(value):  # a container of others without parameters counts them
             absent.__dict__[name] = absent._modules.pop(name)
     return absent
 
@@ -406,11 +409,16 @@ def _computed(model: nn.Module) -> list[Tensor]:
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "forward")
 
 
-def _shallow_copy(module: nn.Module, kind: type) -> Any:
-    """Return a copy with the same parameters, buffers, submodules, hooks and attributes, in dictionaries of its own."""
+def _shallow_copy(module: nn.Module, kind: type, shared: dict[int, Any]) -> Any:
+    """Return a copy with the same parameters, buffers, submodules, hooks and attributes, in containers of its own.
+
+    Args:
+        module: the module.
+        kind: class of the copy.
+        shared: containers that the copies of a stage share, by the id of the original.
+    """
     copied = object.__new__(kind)
-    attributes = module.__dict__.items()
-    copied.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in attributes}
+    copied.__dict__ = {name: containers_copied(value, shared) for name, value in module.__dict__.items()}
     if "forward" in copied.__dict__:  # of recompute_modules, or a method of this instance
         copied.__dict__["forward"] = rebound(copied.__dict__["forward"], module, copied)
     return copied

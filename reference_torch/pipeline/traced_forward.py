@@ -89,11 +89,12 @@ class _TracingRun(Run):
     Args:
         traced: the model.
         buffers: buffers of the enclosing code, by name.
+        is_exact: True to know draws of random numbers for sure, which is slow.
     """
 
     watches_functions = True
 
-    def __init__(self, traced: TracedModel, buffers: dict[str, Tensor]) -> None:
+    def __init__(self, traced: TracedModel, buffers: dict[str, Tensor], is_exact: bool) -> None:
         super().__init__()
         self._traced = traced
         self._buffers = buffers
@@ -108,7 +109,7 @@ class _TracingRun(Run):
         self._inner: list[Any] | None = None
         """Arguments of calls inside of an autograd function; None outside."""
         self._inner_submodules: list[str] = []
-        self.randomness = PythonRandomness(traced.enclosing.values())
+        self.randomness = PythonRandomness(traced.model.modules(), is_exact)
         self.trace = Trace(crossing=[[] for _ in range(len(traced.cuts) + 1)])
 
     def number_all(self, value: Any, event: int) -> None:
@@ -180,7 +181,6 @@ class _TracingRun(Run):
         if has_fake((args, kwargs, result)):
             return result, False
         if all(torch.equal(state, each.get_state()) for state, each in zip(states, generators, strict=True)):
-            changes.note(result)
             return result, True
         for state, generator in zip(states, generators, strict=True):
             generator.set_state(state)
@@ -326,13 +326,14 @@ class _TracingRun(Run):
             )
 
 
-def trace(traced: TracedModel, arguments: Any, device: torch.device | str) -> Trace:
+def trace(traced: TracedModel, arguments: Any, device: torch.device | str, is_exact: bool = False) -> Trace:
     """Run a model with fake tensors. Neither saved-tensor hooks nor dispatch modes see the run.
 
     Args:
         traced: the model.
         arguments: pair of positional and keyword arguments, with TensorSpec in place of tensors.
         device: device of the arguments.
+        is_exact: True to know draws of random numbers for sure, which is slow.
 
     Raises:
         ValueError: a cut is not called, or out of order; or the enclosing code does what stages cannot repeat.
@@ -341,7 +342,7 @@ def trace(traced: TracedModel, arguments: Any, device: torch.device | str) -> Tr
     places = traced.enclosing_buffers()
     owners = {name: place for name, place in places.items() if place[0]._buffers[place[1]] is not None}
     buffers: dict[str, Any] = {name: module._buffers[key] for name, (module, key) in owners.items()}
-    run = _TracingRun(traced, buffers)
+    run = _TracingRun(traced, buffers, is_exact)
     args, kwargs = run.trace.arguments = _fake(arguments, traced.mode, device)
     run.number_all(run.trace.arguments, -1)
     for name, tensor in [*traced.model.named_parameters(), *traced.model.named_buffers()]:
@@ -370,7 +371,7 @@ def trace(traced: TracedModel, arguments: Any, device: torch.device | str) -> Tr
     if run.part < len(traced.cuts):
         missing = traced.cuts[run.part]
         raise ValueError(f"cuts: expected submodules that forward calls, got {missing!r}, which it did not call")
-    return run.trace
+    return trace(traced, arguments, device, is_exact=True) if run.randomness.is_unsure else run.trace
 
 
 def _without_graph(tensor: Tensor) -> Tensor:

@@ -1,11 +1,17 @@
 """Split models whose faults were found by use: what Python passes around a cut, beside tensors."""
 
 import copy
+import random
+import threading
 from collections.abc import Sequence
+from random import random as draw
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from beartype import beartype
+from numpy.random import beta
 from torch import Tensor, nn
 
 from reference_torch.pipeline import split_model
@@ -169,7 +175,134 @@ class Constant(Temperature):
         self.a.factor = 1.0
 
 
+class OwnTensors(Model):
+    """Tensors that the code around the cuts makes with functions that no mode of torch sees, and changes."""
+
+    def forward(self, x):
+        scale = torch.Tensor(WIDTH).fill_(2.0)
+        shift = torch.from_numpy(np.ones(WIDTH))
+        shift += 1
+        return self.c(self.b(self.a(x) * scale) + shift) * shift
+
+
+class Parametrized(Model):
+    """A weight of another stage that a module without parameters computes."""
+
+    def make(self) -> None:
+        nn.utils.parametrizations.weight_norm(self.a)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x))) @ self.a.weight
+
+
+class Grown(Model):
+    """A list, a dict and a set that grow with each call."""
+
+    def make(self) -> None:
+        self.seen: list[int] = []
+        self.nested = {"set": set[int](), "more": (list[int](),)}
+
+    def forward(self, x):
+        self.seen.append(1)
+        y = self.b(self.a(x) * len(self.seen))
+        self.nested["set"].add(len(self.seen))
+        self.nested["more"][0].append(1)
+        return self.c(y) * len(self.seen) * len(self.nested["set"]) * len(self.nested["more"][0])
+
+
+class Waiting(threading.Thread):
+    """A thread that draws nothing, as that of a progress bar."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.event = threading.Event()
+
+    def run(self) -> None:
+        self.event.wait()
+
+
+@pytest.fixture
+def thread():
+    waiting = Waiting()
+    waiting.start()
+    yield
+    waiting.event.set()
+    waiting.join()
+
+
+class DrawnByName(Model):
+    def forward(self, x):
+        return self.c(self.b(self.a(x) * draw()) * draw())
+
+
+class DrawnByNameFromNumPy(Model):
+    def forward(self, x):
+        return self.c(self.b(self.a(x) * float(beta(1.0, 2.0))))
+
+
+class Sources(Model):
+    def make(self) -> None:
+        self.sources = {"depth": [random.Random(0)]}
+
+    def forward(self, x):
+        source = self.sources["depth"][0]
+        return self.c(self.b(self.a(x)) * source.random()) * source.random()
+
+
+source = np.random.default_rng(0)
+
+
+def noise() -> float:
+    return float(source.random())
+
+
+class GlobalSource(Model):
+    def forward(self, x):
+        return self.c(self.b(self.a(x)) * noise()) * noise()
+
+
+class GlobalInSubmodule(Model):
+    """A global generator in a submodule, which the trace leaves where it was."""
+
+    def make(self) -> None:
+        self.b = Noisy()
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)))
+
+
+class Noisy(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return super().forward(x) * noise()
+
+
+def test_a_trace_leaves_global_sources_where_they_were():
+    before = source.bit_generator.state
+    split_model(GlobalInSubmodule(), ["b", "c"], (inputs()[0],))
+    assert source.bit_generator.state == before
+
+
+def test_draws_of_type_checkers_and_other_threads_are_not_refused(thread):
+    """Here beartype draws in annotated functions of the code around the cut."""
+    check_equal(Checked(), ["b"], True)
+
+
+@beartype
+def first_of(values: list[Any]) -> Any:
+    return values[0]
+
+
+class Checked(Model):
+    def forward(self, x):
+        return self.c(self.b(first_of([self.a(x), x])) + first_of([x, x, x]))
+
+
 EQUAL = {
+    "tensors of its own": OwnTensors,
+    "containers that grow": Grown,
     "attribute of the same stage": InnerOfOneStage,
     "numbers in an argument": Arguments,
     "constant result": Constant,
@@ -182,12 +315,21 @@ def test_stages_compute_what_the_model_does(unchecked_shapes, name, with_example
     check_equal(EQUAL[name](), ["b", "c"], with_example)
 
 
+def test_a_parametrized_weight_of_another_stage_is_computed(unchecked_shapes):
+    check_equal(Parametrized(), ["b", "c"], True)
+
+
 class Refused(NamedTuple):
     model: type[Model]
     says: str
 
 
+DRAW = "a draw from Python's random or from NumPy .* draw in a submodule"
 REFUSED = {
+    "random, imported by name": Refused(DrawnByName, DRAW),
+    "NumPy, imported by name": Refused(DrawnByNameFromNumPy, DRAW),
+    "sources in containers": Refused(Sources, DRAW),
+    "global source": Refused(GlobalSource, DRAW),
     "inner attribute": Refused(InnerAttribute, r"in stage 2 .* attribute 'a\.router\.last', which .* return it from"),
     "inner count": Refused(InnerCount, r"in stage 2 .* attribute 'a\.router\.calls', which .* return it from"),
     "inner statistic": Refused(InnerStatistic, r"in stage 2 .* attribute 'a\.router\.stats', which .* return it from"),
@@ -202,7 +344,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("with_example", [False, True])
-def test_what_stages_cannot_know_is_refused_by_name(unchecked_shapes, name, with_example):
+def test_what_stages_cannot_know_is_refused_by_name(unchecked_shapes, thread, name, with_example):
+    """Also while another thread lives."""
     kind, says = REFUSED[name]
     with pytest.raises(ValueError, match=says):
         check_equal(kind(), ["b", "c"], with_example)
