@@ -31,6 +31,8 @@ _TO_HOST = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pin
 """What a policy of jax.checkpoint returns for results that move to the host; JAX has no public name for it."""
 _SETTINGS = "offload_min_bytes"
 """Attribute of a chosen module: bytes from which operands make an operation's results move; None: they stay."""
+_MOVES_MOMENTS = "offload_optimizer_state"
+"""Attribute of a chosen module: whether what an optimizer remembers about its parameters moves."""
 
 
 class OffloadedModules:
@@ -39,16 +41,11 @@ class OffloadedModules:
     def __init__(self, modules: Mapping[str, nnx.Module], min_bytes: int | None, optimizer_state: bool) -> None:
         self._modules = dict(modules)
         self._optimizer_state = optimizer_state
-        self._moved = {
-            (*filter(None, name.split(".")), *map(str, path))
-            for name, module in modules.items()
-            for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))
-        }
-        """Paths of the moved parameters."""
         for module in self._modules.values():
             nnx.update(module, jax.tree.map(_to_host, nnx.state(module, nnx.Param)))
             change_class(module, _offloaded_class(type(module)))
             setattr(module, _SETTINGS, min_bytes)
+            setattr(module, _MOVES_MOMENTS, optimizer_state)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,21 +65,23 @@ class OffloadedModules:
 
         Args:
             optimizer: any nnx.Optimizer of the model.
-            model: the model, or its copy in a transformation such as nnx.jit.
+            model: the model, one that contains it, or a copy of either in a transformation such as nnx.jit.
             gradients: gradients of nnx.grad, in either memory.
             kwargs: what the optimizer takes besides, such as value=loss.
         """
         trained = nnx.state(model, optimizer.wrt)
-        moved = self._moved | {tuple(map(str, path)) for path, x in nnx.to_flat_state(trained) if _is_value_on_host(x)}
+        hosted = {tuple(map(str, path)) for path, x in nnx.to_flat_state(trained) if _is_value_on_host(x)}
+        chosen = _chosen_parameters(model)
+        moved = hosted | {*chosen}
         nnx.update(model, self.fetch(trained))
         nnx.update(optimizer, self.fetch(nnx.state(optimizer)))
         optimizer.update(model, self.fetch(gradients), **kwargs)
         after = nnx.to_flat_state(nnx.state(model, nnx.Param))
         paths = {tuple(map(str, path)) for path, _ in after}
         self._move({path: x for path, x in after if tuple(map(str, path)) in moved and not _is_value_on_host(x)}, model)
-        if self._optimizer_state:
-            moments = nnx.to_flat_state(nnx.state(optimizer))
-            self._move({path: x for path, x in moments if _longest_part(path, paths) in self._moved}, optimizer)
+        with_moments = {path for path in moved if chosen.get(path, self._optimizer_state)}
+        moments = nnx.to_flat_state(nnx.state(optimizer))
+        self._move({path: x for path, x in moments if _longest_part(path, paths) in with_moments}, optimizer)
 
     @staticmethod
     def _move(values: Mapping[Any, Any], owner: nnx.Module | nnx.Optimizer) -> None:
@@ -100,9 +99,10 @@ class OffloadedModules:
         restore_classes(self._modules, (_offloaded_class,), "close", "offload_modules")
         for module in self._modules.values():
             delattr(module, _SETTINGS)
+            delattr(module, _MOVES_MOMENTS)
             nnx.update(module, self.fetch(nnx.state(module, nnx.Param)))
         self._modules = {}
-        self._moved = set()
+        self._optimizer_state = False
 
 
 def offload_modules(
@@ -179,6 +179,19 @@ def _check_sharing(modules: dict[str, nnx.Module], chosen: dict[str, nnx.Module]
                     f"modules: expected parameters that no other module shares, got {key!r} of "
                     f"{name or 'the model'!r}, which belongs to a chosen module too; choose both modules or neither"
                 )
+
+
+def _chosen_parameters(model: nnx.Module) -> dict[tuple[str, ...], bool]:
+    """Return for each parameter of chosen modules, by path in a model that contains them, whether its moments move."""
+    nodes = list(nnx.iter_graph(model))
+    moves_moments = {
+        id(node): getattr(module, _MOVES_MOMENTS)
+        for _, module in nodes
+        if hasattr(module, _MOVES_MOMENTS)
+        for _, node in nnx.iter_graph(module)
+        if isinstance(node, nnx.Param)
+    }
+    return {tuple(map(str, path)): moves_moments[id(node)] for path, node in nodes if id(node) in moves_moments}
 
 
 def _has_parameters(node: Any) -> bool:

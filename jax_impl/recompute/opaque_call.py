@@ -94,8 +94,8 @@ def _part(program: ClosedJaxpr, results: Sequence[int]) -> tuple[list[int], Clos
     """Return the places of the arguments that some results of a program depend on, and the program of these results."""
     is_read = [place in results for place in range(len(program.jaxpr.outvars))]
     part, consts, inputs = dce_jaxpr_consts(program.jaxpr, is_read)
-    kept = [value for value, is_kept in zip(program.consts, consts, strict=True) if is_kept]
-    return [place for place, is_input in enumerate(inputs) if is_input], ClosedJaxpr(part, kept)
+    constants = [value for value, is_const_read in zip(program.consts, consts, strict=True) if is_const_read]
+    return [place for place, is_input in enumerate(inputs) if is_input], ClosedJaxpr(part, constants)
 
 
 def _length(program: Jaxpr) -> int:

@@ -476,3 +476,48 @@ def test_the_first_update_moves_what_a_checkpoint_has_put_on_the_device(pattern)
     assert len(on_host(nnx.state(model))) == expected
     moments = on_host(nnx.state(optimizer))
     assert len(moments) == 2 * expected, moments
+
+
+class Larger(nnx.Module):
+    """A model that is a part of a larger one, which an optimizer trains."""
+
+    def __init__(self) -> None:
+        self.encoder = Model(nnx.List([Part(), Part()]), lambda parts, x: parts[1](parts[0](x)))
+        self.linear = linear(rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.linear(self.encoder(x))
+
+
+@pytest.mark.parametrize("from_checkpoint", [False, True])
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit])
+def test_an_optimizer_of_a_larger_model(jit, from_checkpoint):
+    model = Larger()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    values = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    handle = offload_modules(model.encoder, ["part.1"], optimizer_state=True)
+    if from_checkpoint:
+        nnx.update(model, values)
+    step = jit(lambda model, optimizer: handle.update(optimizer, model, jax.tree.map(jnp.ones_like, values)))
+    step(model, optimizer)
+    for state, number in ((nnx.state(model), 4), (nnx.state(optimizer), 8)):
+        found = on_host(state)
+        assert len(found) == number, found
+        assert all("['part'][1]" in path for path in found)
+
+
+def test_two_offloads_of_a_model_move_the_moments_of_their_own_modules():
+    model = Larger()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    first = offload_modules(model, ["encoder.part.0"], optimizer_state=True)
+    second = offload_modules(model.encoder, ["part.1"])
+    values = jax.tree.map(jnp.ones_like, second.fetch(nnx.state(model, nnx.Param)))
+    second.update(optimizer, model, values)
+    assert len(on_host(nnx.state(model))) == 8
+    assert all("['part'][0]" in path for path in on_host(nnx.state(optimizer)))
+    assert len(on_host(nnx.state(optimizer))) == 8
+    first.close()
+    nnx.update(optimizer, first.fetch(nnx.state(optimizer)))
+    second.update(optimizer, model, values)
+    assert len(on_host(nnx.state(model))) == 4
+    assert not on_host(nnx.state(optimizer))
