@@ -65,7 +65,8 @@ def passed_through(program: Any, result: Any) -> Any:
     while not isinstance(result, Literal) and result in makers:
         equation = makers[result]
         place = equation.outvars.index(result)
-        inner = [*jaxprs_in_params(equation.params)]
+        name = "body_jaxpr" if equation.primitive.name == "while" else None
+        inner = [*jaxprs_in_params({name: equation.params[name]} if name else equation.params)]
         sources = {_argument_of(equation, each, place) for each in inner}
         source = sources.pop() if len(sources) == 1 else None
         if source is None:
@@ -76,7 +77,7 @@ def passed_through(program: Any, result: Any) -> Any:
 
 def _argument_of(equation: Any, inner: Any, place: int) -> int | None:
     """Return the index of the argument of a call, branch or loop that one of its results is; None: it is computed."""
-    skipped = len(equation.invars) - len(inner.invars)  # the index of a branch
+    skipped = len(equation.invars) - len(inner.invars)  # the index of a branch, or what the condition of a loop reads
     if skipped < 0 or len(inner.outvars) != len(equation.outvars):
         return None
     source = passed_through(inner, inner.outvars[place])
@@ -88,8 +89,9 @@ def _argument_of(equation: Any, inner: Any, place: int) -> int | None:
         carried = equation.params["num_carry"]
         is_same = index == constants + place if place < carried else index >= constants + carried
         return index if is_same else None
-    is_call = equation.primitive.name not in ("while", "custom_jvp_call", "custom_vjp_call")
-    return index + skipped if is_call and skipped in (0, 1) else None
+    if equation.primitive.name == "while":
+        return index + skipped if index == equation.params["body_nconsts"] + place else None
+    return index + skipped if skipped in (0, 1) else None
 
 
 def is_array(leaf: Any) -> bool:

@@ -129,6 +129,70 @@ def test_trees_and_numbers_in_variables():
     assert [int(module.calls.get_value()) for module in modules] == [M, M]
 
 
+class OwnDerivative(Wide):
+    """Layers in a function with a derivative of its own, which returns their parameters as they were."""
+
+    def __call__(self, x):
+        @nnx.custom_vjp
+        def run(linear, x):
+            return jnp.tanh(linear(x))
+
+        def forward(linear, x):
+            graph, params = nnx.split(linear)
+            return jax.vjp(lambda params, x: jnp.tanh(nnx.merge(graph, params)(x)), params, x)
+
+        run.defvjp(forward, lambda derivative, g: derivative(g[1] if isinstance(g, tuple) else g))
+        return self.dropout(run(self.linear, x))
+
+
+class Looping(Wide):
+    """Layers that a while loop carries."""
+
+    def __call__(self, x):
+        def turn(carry):
+            module, i, x = carry
+            return module, i + 1, jnp.tanh(module(x))
+
+        start = self.linear, 0, jax.lax.stop_gradient(x)
+        return super().__call__(x) + jax.lax.stop_gradient(nnx.while_loop(lambda carry: carry[1] < 2, turn, start)[2])
+
+
+class Unrolled(Wide):
+    """The same without a loop."""
+
+    def __call__(self, x):
+        y = jnp.tanh(self.linear(jnp.tanh(self.linear(x))))
+        return super().__call__(x) + jax.lax.stop_gradient(y)
+
+
+@pytest.mark.parametrize(("kind", "same"), [(OwnDerivative, Wide), (Looping, Unrolled)])
+def test_transformations_that_return_parameters_as_they_were_are_accepted(kind, same):
+    plain, expected = step([same(0), same(1)])
+    other, found = step([kind(0), kind(1)])
+    assert_equal(found[0], expected[0])
+    assert_equal(
+        jax.tree.leaves(other.join_parameters(found[1])), jax.tree.leaves(plain.join_parameters(expected[1])), 1e-12
+    )
+
+
+class WritingInLoop(Writing):
+    """A module that changes its parameter in a while loop."""
+
+    def __call__(self, x):
+        def turn(carry):
+            module, i = carry
+            module.kernel[...] *= 0.5
+            return module, i + 1
+
+        nnx.while_loop(lambda carry: carry[1] < 2, turn, (self.linear, 0))
+        return self.linear(x)
+
+
+def test_a_parameter_that_a_loop_writes_is_refused():
+    with pytest.raises(ValueError, match=r"stages: expected modules that read their .* writes linear.kernel, as that"):
+        step([Wide(0), WritingInLoop()])
+
+
 @dataclass
 class Shifted:
     """A function with an array."""
