@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_impl.traced_programs import check_same, is_array, split_arrays
+from jax_impl.traced_programs import check_same, check_same_contents, contents, is_array, split_arrays
 
 
 def named_modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
@@ -82,6 +82,8 @@ def call_through(
         for place, leaf in zip((*node_places, *array_places), (*merged, *arrays), strict=True):
             found[place] = leaf
         args, kwargs = jax.tree.unflatten(structure, found)
+        objects = [*found, *_objects_of(merged)]
+        before_call = contents(objects, _is_traced)
         output = call(*args, **kwargs)
         check_same(owner, (found, structure), (args, kwargs), is_node)
         graph_after, state_after = nnx.split(merged)
@@ -91,6 +93,7 @@ def call_through(
                 "sets or adds attributes or Variables, as sow does; keep such state in an nnx.Variable that exists "
                 "before the call, or do not choose this module"
             )
+        check_same_contents(owner, before_call, contents(objects, _is_traced))
         before = _values(state)
         after = _values(state_after)
         changed[:] = [path for path in after if after[path] is not before[path]]
@@ -104,6 +107,17 @@ def call_through(
         updated = {path: _replaced(present[path], value) for path, value in zip(changed, values, strict=True)}
         nnx.update(nodes, nnx.from_flat_state(updated))
     return result[0](output)
+
+
+def _objects_of(nodes: Sequence[Any]) -> list[Any]:
+    """Return what modules have that is no part of their state."""
+    modules = [node for _, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module)]
+    return [value for module in modules for name, value in vars(module).items() if not name.startswith("_pytree__")]
+
+
+def _is_traced(value: Any) -> bool:
+    """Return True for what is an argument of a traced function, also as a part of a module."""
+    return is_node(value) or is_array(value)
 
 
 def _values(state: Any) -> dict[Any, Any]:

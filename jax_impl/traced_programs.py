@@ -1,9 +1,14 @@
 """Programs that JAX has traced: calls inlined, and parts of them run alone."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import cached_property
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -124,6 +129,85 @@ def check_same(owner: str, before: Any, after: Any, is_leaf: Callable[[Any], boo
         f"{owner}: expected a call that does not change its arguments, got one that {what}; return the new value "
         "instead, or keep it in an nnx.Variable"
     )
+
+
+def contents(objects: Iterable[Any], skip: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return what objects hold, by dotted name, also in objects and containers inside of them.
+
+    Args:
+        objects: any objects; of arrays of JAX, functions, classes, and objects of JAX, flax and NumPy nothing is
+            returned but themselves, and of arrays of NumPy their elements.
+        skip: says of an object that what it holds is left out.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    pending = [(f"{type(each).__name__} {number}", each) for number, each in enumerate(objects)]
+    while pending:
+        name, value = pending.pop()
+        found[name] = value
+        if skip(value):
+            continue
+        if isinstance(value, np.ndarray):
+            found[name] = [*value.flat] if value.dtype.hasobject else value.tobytes()
+        elif isinstance(value, AbstractSet):
+            found[name] = {*value}
+        elif id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, list | tuple | deque):
+                pending += [(f"{name}[{number}]", each) for number, each in enumerate(value)]
+            elif isinstance(value, Mapping):
+                pending += [(f"{name}[{key!r}]", each) for key, each in value.items()]
+            pending += [(f"{name}.{key}", each) for key, each in _attributes(value).items()]
+    return found
+
+
+def check_same_contents(owner: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Check that a traced function has left objects as they were, since it runs more often than it is called.
+
+    Args:
+        owner: name of the function, for the error.
+        before: contents of the objects before the call.
+        after: their contents after the call.
+
+    Raises:
+        ValueError: something else than before.
+    """
+    changed = [name for name in {**before, **after} if not _is_same(before.get(name), after.get(name))]
+    if changed or before.keys() != after.keys():
+        name = min(changed or before.keys() ^ after.keys(), key=len)
+        raise ValueError(
+            f"{owner}: expected a call that does not change its arguments or other objects, got one that changes "
+            f"{name}, which JAX would repeat as often as it traces the call; return the new value instead, or keep it "
+            "in an nnx.Variable"
+        )
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    if isinstance(old, bytes | set) and type(old) is type(new):
+        return old == new
+    if isinstance(old, list) and isinstance(new, list) and old is not new:  # elements of an array
+        return len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True))
+    return old is new
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an instance of a user's class, without cached ones."""
+    kind = type(value)
+    if isinstance(value, type | FunctionType | MethodType | ModuleType) or kind.__module__.partition(".")[0] in _OWN:
+        return {}
+    slots = [name for each in kind.__mro__ for name in _slots(each) if hasattr(value, name)]
+    found = {name: getattr(value, name) for name in slots if name not in ("__dict__", "__weakref__")}
+    found |= getattr(value, "__dict__", {})
+    return {name: each for name, each in found.items() if not isinstance(getattr(kind, name, None), cached_property)}
+
+
+def _slots(kind: type) -> Sequence[str]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+_OWN = ("jax", "jaxlib", "flax", "numpy", "logging")
+"""Packages whose objects change what they remember by themselves."""
 
 
 def split_arrays(owner: str, tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections import deque
 from functools import partial
 
 import jax
@@ -120,6 +121,103 @@ def test_an_argument_that_a_function_changes_is_refused():
 
     with pytest.raises(ValueError, match="forward: expected a call that does not change its arguments, got one that"):
         recompute_modules(forward, ["a"])(batch(), [])
+
+
+class Bag:
+    """An object that is no pytree."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.items = []
+        self.inner = None
+
+
+class SlottedBag:
+    """The same without a dict of attributes."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+def count(bag, y) -> None:
+    """Set an attribute."""
+    bag.number += 1
+
+
+def collect(bag, y) -> None:
+    """Add to a list of an object."""
+    bag.items.append((y**2).mean())
+
+
+def count_inside(bag, y) -> None:
+    """Set an attribute of an object in another one."""
+    bag.inner.number += 1
+
+
+def nested() -> Bag:
+    """An object with another one."""
+    bag = Bag()
+    bag.inner = Bag()
+    return bag
+
+
+class Noting(Part):
+    """A part that changes an object."""
+
+    def __init__(self, note) -> None:
+        super().__init__()
+        self.note = note
+
+    def __call__(self, x, bag):
+        y = super().__call__(x)
+        self.note(bag, y)
+        return y
+
+
+class Owning(Noting):
+    """A part that changes an object which it has."""
+
+    def __init__(self, note, bag) -> None:
+        super().__init__(note)
+        self.bag = bag
+
+    def __call__(self, x):
+        return super().__call__(x, self.bag)
+
+
+BAGS = [
+    (count, Bag, "number"),
+    (count, SlottedBag, "number"),
+    (collect, Bag, "items"),
+    (count_inside, nested, "inner"),
+    (lambda bag, y: bag.append(y.shape), deque, "deque"),
+    (lambda bag, y: bag.add(y.shape), set, "set"),
+    (lambda bag, y: bag.put(0, 1), partial(np.zeros, 2), "ndarray"),
+    (lambda bag, y: setattr(bag, "new", 0), Bag, "Bag"),
+]
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
+@pytest.mark.parametrize(("note", "make", "what"), BAGS)
+def test_an_object_that_a_call_changes_is_refused(technique, note, make, what):
+    owners = [(Noting(lambda bags, y: note(bags["bag"], y)), lambda part, x: part(x, {"bag": make()}))]
+    if what != "ndarray":  # which would be state of the module
+        owners.append((Owning(note, make()), lambda part, x: part(x)))
+    for part, use in owners:
+        model = Model(part, use)
+        technique(model)
+        with pytest.raises(ValueError, match=rf"{type(part).__name__}: expected a call that .*{what}"):
+            model(batch())
+
+
+def test_objects_that_a_call_reads():
+    def use(part, x):
+        return part(x, [nested(), SlottedBag(), deque([jnp.ones(2)]), {1, 2}, np.full(2, np.nan), np.array([None])])
+
+    for technique in TECHNIQUES.values():
+        assert_plain_gradients(lambda: Model(Noting(lambda bag, y: bag[0].number), use), technique)
 
 
 @dataclasses.dataclass
