@@ -5,8 +5,8 @@ rank and dtype (packed_layout.py), messages into one vector per dtype that is as
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.extend.core.primitives import convert_element_type_p
 
 from diptych_kernels.mesh_axes import match_varying_axes
 from jax_impl.pipeline.packed_layout import PackedLayout
@@ -86,43 +87,107 @@ def stage_of_function(function: Callable[..., Any], params: Any) -> UserStage:
 
 
 def stage_of_module(module: nnx.Module) -> UserStage:
-    """Return the stage of an nnx module; what is not an nnx.Param is its state."""
+    """Return the stage of an nnx module; what is not an nnx.Param is its state.
+
+    A number of Python in a variable is static, like a mode, unless the call changes it.
+    """
     graph, params, rest = nnx.split(module, nnx.Param, ...)
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     names = tuple(".".join(map(str, _path_of(path))) for path, _ in paths)
     values, rest_structure = jax.tree.flatten(rest)
-    keys = [jax.random.key_impl(value) if is_key(value) else None for value in values]
+    others = [_path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(rest)[0]]
+    numbers = {place: value for place, value in enumerate(values) if _is_number(value)}
 
-    def apply(leaves: list[Any], state: list[Any], x: Any) -> tuple[Any, list[Any], list[Any]]:
-        given = [
-            value if key is None else jax.random.wrap_key_data(value, impl=key)
-            for value, key in zip(state, keys, strict=True)
-        ]
+    def run(leaves: list[Any], given: list[Any], x: Any) -> tuple[Any, list[Any], list[Any]]:
         own = nnx.merge(graph, jax.tree.unflatten(structure, leaves), jax.tree.unflatten(rest_structure, given))
         y = _call(own, None, x)
         _, params_after, rest_after = nnx.split(own, nnx.Param, ...)
         found, found_structure = jax.tree.flatten(rest_after)
-        if found_structure != rest_structure or [*map(_like, found)] != [*map(_like, given)]:
-            raise ValueError(
-                "stages: expected a module whose variables have the same names, shapes and dtypes after a call, got "
-                f"{type(module).__name__}, which adds or reshapes some; create them before"
-            )
-        changed = [after is not before for before, after in zip(given, found, strict=True)]
-        new_state = [_numbers(after) if new else old for old, after, new in zip(state, found, changed, strict=True)]
-        return y, new_state, jax.tree.leaves(params_after)
+        if found_structure != rest_structure:
+            raise ValueError(_other_variables(module))
+        return y, found, jax.tree.leaves(params_after)
+
+    def apply(leaves: list[Any], state: list[Any], x: Any) -> tuple[Any, list[Any], list[Any]]:
+        as_arrays = [*map(_given, values, state)]
+        static = dict(numbers)
+        y, given, found, params_after = None, as_arrays, as_arrays, leaves
+        changed: Any = None  # numbers that were static in the last run, but must not be
+        while changed is None or changed:
+            given = [static.get(i, array) for i, array in enumerate(as_arrays)]
+            with _naming_numbers(module, [others[i] for i in numbers if i not in static]):
+                y, found, params_after = run(leaves, given, x)
+            changed = [i for i, number in static.items() if not _is_same_number(found[i], number)]
+            static = {i: number for i, number in static.items() if i not in changed}
+        if [*map(_like, found)] != [*map(_like, given)]:
+            raise ValueError(_other_variables(module))
+        new_state = [
+            old if i in static or after is before else _numbers(after)
+            for i, (old, before, after) in enumerate(zip(state, given, found, strict=True))
+        ]
+        return y, new_state, params_after
 
     variables = dict(nnx.iter_graph(module))
-    identities = tuple(_identity(variables, _path_of(path)) for path, _ in paths)
-    others = [_path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(rest)[0]]
     return UserStage(
-        _hashable((graph, rest_structure)),
+        _hashable((graph, rest_structure, tuple((i, type(value), repr(value)) for i, value in numbers.items()))),
         apply,
         structure,
         names,
         tuple(leaf for _, leaf in paths),
         tuple(map(_numbers, values)),
-        identities,
+        tuple(_identity(variables, _path_of(path)) for path, _ in paths),
         {_identity(variables, path): ".".join(map(str, path)) for path in others},
+    )
+
+
+_NEEDS_NUMBER = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""Errors of code that reads an array of a transformation as a number."""
+
+
+@contextmanager
+def _naming_numbers(module: nnx.Module, paths: Sequence[tuple]) -> Iterator[None]:
+    """Name the numbers of a module that are arrays in a call, if it needs one of them as a number.
+
+    Raises:
+        ValueError: it does.
+    """
+    try:
+        yield
+    except _NEEDS_NUMBER as error:
+        if not paths:
+            raise
+        names = ", ".join(repr(".".join(map(str, path))) for path in paths)
+        raise ValueError(
+            "stages: expected numbers of Python in variables that decide shapes or branches, or that the call changes, "
+            f"got {names} of {type(module).__name__}, where one does both; compute with jnp.where or jax.lax.cond "
+            "instead"
+        ) from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
+
+
+def _is_same_number(found: Any, number: Any) -> bool:
+    return found is number or (type(found) is type(number) and found == number)
+
+
+def _given(value: Any, array: Any) -> Any:
+    """Return an array of the state as a module has it: as a typed key, or as weakly typed as a number of Python."""
+    if is_key(value):
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(value))
+    if _is_number(value) and not isinstance(value, bool):
+        return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
+    return array
+
+
+def _other_variables(module: nnx.Module) -> str:
+    return (
+        "stages: expected a module whose variables have the same names, shapes and dtypes after a call, got "
+        f"{type(module).__name__}, which adds or reshapes some; create them before"
     )
 
 
@@ -135,11 +200,16 @@ def _identity(variables: Mapping[tuple, Any], path: tuple) -> Any:
 def state_of_module(module: nnx.Module, leaves: Sequence[Any]) -> nnx.State:
     """Return the variables of a module that are not parameters, with other values, in the order of UserStage.state."""
     old, structure = jax.tree.flatten(nnx.split(module, nnx.Param, ...)[2])
-    new = [
-        jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(x)) if is_key(x) else jnp.asarray(leaf)
-        for x, leaf in zip(old, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, new)
+    return jax.tree.unflatten(structure, map(_updated, old, leaves))
+
+
+def _updated(old: Any, leaf: Any) -> Any:
+    """Return the new value of a variable, which stays a number of Python if it is the same."""
+    if is_key(old):
+        return jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(old))
+    if _is_number(old) and np.array_equal(np.asarray(_numbers(old)), np.asarray(leaf)):
+        return old
+    return jnp.asarray(leaf)
 
 
 @dataclass(frozen=True, eq=False)

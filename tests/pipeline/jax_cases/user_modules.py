@@ -193,6 +193,72 @@ def test_a_parameter_that_a_loop_writes_is_refused():
         step([Wide(0), WritingInLoop()])
 
 
+class Numbers(nnx.Module):
+    """Numbers of Python in variables, which decide dtypes, shapes and branches."""
+
+    def __init__(self, scale: float = 0.3, dtype=jnp.bfloat16) -> None:
+        self.linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0), param_dtype=dtype, dtype=dtype)
+        self.scale = nnx.Variable(scale)
+        self.turns = nnx.Variable(2)
+        self.is_on = nnx.Variable(True)
+        self.calls = nnx.Variable(0)
+
+    def __call__(self, x):
+        self.calls.set_value(self.calls.get_value() + 1)
+        for _ in range(self.turns.get_value()):
+            x = self.linear(x)
+        x = x * self.scale.get_value() if self.is_on.get_value() else x
+        return {"x": x}
+
+
+def test_numbers_in_variables_that_a_call_reads_stay_numbers():
+    modules = [Numbers(), Numbers(0.5)]
+    pipeline = PipelineExecutor(modules, "1f1b", M, mesh=mesh_of(pp=2))
+    params, data = pipeline.stage_parameters(), split_batch(jnp.asarray(X, jnp.bfloat16), M)
+    for scale in (0.3, 0.8):
+        modules[0].scale.set_value(scale)  # read at each step, like a mode
+        state = pipeline.initial_state()
+        outputs = pipeline.forward(params, data, state)["x"]
+        expected = jnp.stack([Numbers(0.5)(**Numbers(scale)(x))["x"] for x in data])
+        assert outputs.dtype == expected.dtype == jnp.bfloat16
+        assert_equal(outputs.astype(float), expected.astype(float), 1e-2)
+
+
+def test_update_modules_leaves_numbers_that_no_call_has_changed():
+    modules = [Numbers(dtype=float), Numbers(dtype=float)]
+    for module in modules:
+        module.__class__ = Returning
+    pipeline, (_, _, state) = step(modules)
+    pipeline.update_modules(None, state)
+    assert [module.scale.get_value() for module in modules] == [0.3, 0.3]
+    assert isinstance(modules[0].turns.get_value(), int)
+    assert modules[0].is_on.get_value() is True
+    assert int(modules[0].calls.get_value()) == M
+    _, (losses, *_) = step(modules)
+    assert np.isfinite(losses).all()
+
+
+class Returning(Numbers):
+    """The same with an array as its output."""
+
+    def __call__(self, x):
+        return super().__call__(x)["x"]
+
+
+class Once(Returning):
+    """A number that decides a branch and changes."""
+
+    def __call__(self, x):
+        if self.is_on.get_value():
+            self.is_on.set_value(False)
+        return x
+
+
+def test_a_number_that_decides_and_changes_is_refused():
+    with pytest.raises(ValueError, match=r"stages: expected numbers .* got 'is_on' of Once"):
+        step([Once(dtype=float), Once(dtype=float)])
+
+
 @dataclass
 class Shifted:
     """A function with an array."""
