@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_impl.offload import offload_modules
 from jax_impl.recompute import recompute_modules
 from tests.recompute.test_recompute_modules_jax import CHOSEN, Model, Transformer, assert_same, batch, loss, results
+from tests.recompute.test_users_code_jax import Part, linear
 
 MODELS = {"blocks": (Model, ["blocks.*"]), "parts": (Model, ["blocks.*.up"]), "flax": (Transformer, ["layers.*"])}
 SETTINGS = {
@@ -261,3 +262,54 @@ def test_a_second_offload_and_a_late_close_are_refused():
     handle.close()
     handle.close()
     assert type(model.blocks[0]).__mro__[1] is nnx.Module
+
+
+class Larger(nnx.Module):
+    """A model that is a part of a larger one, which an optimizer trains."""
+
+    def __init__(self) -> None:
+        self.encoder = nnx.Sequential(Part(), Part())
+        self.linear = linear(rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.linear(self.encoder(x))
+
+
+def names_on_host(state) -> list[str]:
+    """Names of what is in host memory."""
+    return [path for path, is_there in on_host(state).items() if is_there]
+
+
+@pytest.mark.parametrize("from_checkpoint", [False, True])
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit])
+def test_an_optimizer_of_a_larger_model(jit, from_checkpoint):
+    model = Larger()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    values = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    handle = offload_modules(model.encoder, ["layers.1"], optimizer_state=True)
+    if from_checkpoint:
+        nnx.update(model, values)
+    step = jit(lambda model, optimizer: handle.update(optimizer, model, jax.tree.map(jnp.ones_like, values)))
+    step(model, optimizer)
+    for state, number in ((nnx.state(model), 4), (nnx.state(optimizer), 8)):
+        found = names_on_host(state)
+        assert len(found) == number, found
+        assert all("['layers'][1]" in path for path in found)
+
+
+def test_two_offloads_of_a_model_move_the_moments_of_their_own_modules():
+    model = Larger()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    first = offload_modules(model, ["encoder.layers.0"], optimizer_state=True)
+    second = offload_modules(model.encoder, ["layers.1"])
+    values = jax.tree.map(jnp.ones_like, second.fetch(nnx.state(model, nnx.Param)))
+    second.update(optimizer, model, values)
+    assert len(names_on_host(nnx.state(model))) == 8
+    moments = names_on_host(nnx.state(optimizer))
+    assert len(moments) == 8
+    assert all("['layers'][0]" in path for path in moments)
+    first.close()
+    nnx.update(optimizer, first.fetch(nnx.state(optimizer)))
+    second.update(optimizer, model, values)
+    assert len(names_on_host(nnx.state(model))) == 4
+    assert not names_on_host(nnx.state(optimizer))
