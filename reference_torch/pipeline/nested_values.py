@@ -92,16 +92,20 @@ def _slots(kind: type) -> list[str]:
 
 
 def contents(value: Any, depth: int = _DEPTH) -> dict[Place, Any]:
-    """Return what a value contains, by place: itself, what is in lists, tuples and dicts, and attributes of objects."""
+    """Return what a value contains, by place: itself, what is in lists, tuples and dicts, and attributes of objects.
+
+    What is in several places is listed with its contents in the first.
+    """
     found: dict[Place, Any] = {}
     _visit((), value, found, set(), depth)
     return found
 
 
-def _visit(place: Place, value: Any, found: dict[Place, Any], outer: set[int], depth: int) -> None:
+def _visit(place: Place, value: Any, found: dict[Place, Any], seen: set[int], depth: int) -> None:
     found[place] = frozenset(value) if isinstance(value, set) else value
-    if id(value) in outer or isinstance(value, (*PLAIN, Tensor)):
+    if id(value) in seen or isinstance(value, (*PLAIN, Tensor)):
         return
+    seen.add(id(value))
     if isinstance(value, CONTAINERS):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         steps = [(False, key, item) for key, item in [*items]]
@@ -109,7 +113,7 @@ def _visit(place: Place, value: Any, found: dict[Place, Any], outer: set[int], d
         depth -= 1
         steps = [(True, name, item) for name, item in _attributes(value).items()] if depth >= 0 else []
     for is_attribute, key, item in steps:
-        _visit((*place, (is_attribute, key)), item, found, outer | {id(value)}, depth)
+        _visit((*place, (is_attribute, key)), item, found, seen, depth)
 
 
 def plain_in(value: Any) -> dict[Place, Any]:

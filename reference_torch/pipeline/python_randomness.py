@@ -5,12 +5,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
-from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 from torch import nn
 
+from reference_torch.pipeline.global_values import reached_by
 from reference_torch.pipeline.nested_values import contents
 
 _SOURCES = (random.Random, np.random.RandomState, np.random.Generator)
@@ -98,56 +98,20 @@ class PythonRandomness:
 
 _PYTHON = random.random.__self__  # pyright: ignore[reportFunctionMemberAccess]
 _NUMPY = np.random.random.__self__  # pyright: ignore[reportFunctionMemberAccess]
-_DEPTH = 3
-"""Functions that call functions that are searched for sources."""
 
 
 def _sources(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Yield sources in attributes of modules, and those that their methods reach by global names and closures."""
     seen = {id(_PYTHON), id(_NUMPY)}
-    for module in modules:
-        attributes = {name: value for name, value in vars(module).items() if name not in ("_modules", "_parameters")}
-        values = [*contents(attributes).values()]
-        for kind in type(module).__mro__:
-            if kind.__module__.partition(".")[0] not in _LIBRARIES:
-                values += [each for value in vars(kind).values() for each in _reached(value, seen, _DEPTH)]
-        for value in [*values, *_reached(vars(module).get("forward"), seen, _DEPTH)]:
-            if isinstance(value, _SOURCES) and not isinstance(value, random.SystemRandom) and id(value) not in seen:
-                seen.add(id(value))
-                yield value
+    modules = [*modules]
+    attributes = [value for module in modules for name, value in vars(module).items() if name not in _REGISTRIES]
+    for value in [*contents(attributes).values(), *reached_by(modules)]:
+        if isinstance(value, _SOURCES) and not isinstance(value, random.SystemRandom) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
 
 
-_LIBRARIES = ("torch", "numpy", "random", "builtins")
-"""Packages whose functions are not searched."""
-
-
-def _reached(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
-    """Yield the values that a function reaches, or those in another value."""
-    function = getattr(value, "__func__", value)  # of a method, a static method or a class method
-    function = getattr(function, "fget", function)  # of a property
-    if not isinstance(function, FunctionType):
-        yield from () if isinstance(value, nn.Module | ModuleType) else contents(value, 1).values()
-        return
-    if not depth or id(function) in seen or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
-        return
-    seen.add(id(function))
-    for cell in function.__closure__ or ():
-        if cell != CellType():  # an empty one
-            yield from _reached(cell.cell_contents, seen, depth - 1)
-    names = {*_names(function.__code__)}
-    for name in names & function.__globals__.keys():
-        found = function.__globals__[name]
-        inner = vars(found) if isinstance(found, ModuleType | type) else {}
-        for each in [found, *(inner[key] for key in names & inner.keys())]:
-            yield from _reached(each, seen, depth - 1)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function uses, also in functions inside of it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+_REGISTRIES = ("_modules", "_parameters", "_buffers")
 
 
 def _state(source: Any) -> Any:

@@ -24,7 +24,7 @@ class RealTensors:
         known = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
         known += tensors_in([vars(module) for module in enclosing.values()])  # also after gc.freeze
         self._alive = [tensor for tensor in known if not issubclass(type(tensor), FakeTensor)]
-        self._existing = {_storage(tensor) for tensor in self._alive}
+        self._existing = {storage_of(tensor) for tensor in self._alive}
         """Storages that existed before the forward; all others it has made."""
 
     def check_written(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class RealTensors:
         found = Changes(getattr(function, "__name__", str(function)), (args, kwargs))
         yield found
         for tensor in found.changed:
-            if _storage(tensor) in self._existing:
+            if storage_of(tensor) in self._existing:
                 raise ValueError(
                     f"split_model: expected the code around the cuts to change no tensor in place but its own and "
                     f"buffers, got {found.function!r} on {self._described(tensor)}, which every stage would change; "
@@ -62,7 +62,7 @@ class RealTensors:
         """Return the name of the attribute with the memory of a tensor."""
         for name, module in self._enclosing.items():
             for key, value in vars(module).items():
-                if any(_storage(each) == _storage(tensor) for each in tensors_in(value)):
+                if any(storage_of(each) == storage_of(tensor) for each in tensors_in(value)):
                     return f"attribute {f'{name}.{key}'.lstrip('.')!r}"
         return f"a tensor {[*tensor.shape]} that existed before"
 
@@ -95,7 +95,7 @@ class Changes:
             )
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """Return what identifies the memory of a tensor; sparse ones have several parts."""
     try:
         return tensor.untyped_storage()._cdata

@@ -5,17 +5,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from reference_torch.pipeline.attribute_reads import AttributeReads
+from reference_torch.pipeline.global_values import GlobalCaches
 from reference_torch.pipeline.nested_values import PLAIN, changes, containers_copied, contents, plain_in, tensors_in
 from reference_torch.pipeline.partial_forward import Event, Number, Run, Trace, has_fake, name_of
 from reference_torch.pipeline.payloads import TensorSpec
 from reference_torch.pipeline.python_randomness import PythonRandomness
-from reference_torch.pipeline.real_tensors import RealTensors
+from reference_torch.pipeline.real_tensors import RealTensors, storage_of
 
 
 class TracedModel(NamedTuple):
@@ -105,6 +111,8 @@ class _TracingRun(Run):
         self._held: dict[int, _Held] = {}
         self._generators: dict[torch.Generator, int] = {}
         """The part that draws from each generator."""
+        self._changed: list[tuple[Tensor, int, Any]] = []
+        """Tensors that an event has changed in place, with its part and what it called."""
         self._real = RealTensors(traced.enclosing)
         self._inner: list[Any] | None = None
         """Arguments of calls inside of an autograd function; None outside."""
@@ -144,11 +152,11 @@ class _TracingRun(Run):
         """Run a call with fake tensors and list it."""
         self.check_randomness(f"before {name_of(called)}")
         before = contents((args, kwargs)) if isinstance(called, str) else {}
+        versions = _versions((args, kwargs))
         everywhere = False
         if isinstance(called, str):
             self.trace.parts.setdefault(called, set()).add(self.part)
-            with self._traced.mode:
-                result = call(*args, **kwargs)
+            result = self._call_submodule(called, call, args, kwargs)
         elif isinstance(called, type):
             result = self._call_autograd_function(call, args, kwargs)
         else:
@@ -162,15 +170,31 @@ class _TracingRun(Run):
             event.plain = plain_in(result)
             event.changes = changes(before, contents((args, kwargs)))
             self._note_held(self._traced.whole.get(called), called, (args, kwargs))
+        old = {id(tensor): version for tensor, version in versions}
+        now = _versions((args, kwargs))
+        self._changed += [(each, self.part, called) for each, version in now if old.get(id(each), version) != version]
         self._note_changed_buffers()
         self.randomness.note()
         return result
+
+    def _call_submodule(self, name: str, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the result of a whole submodule."""
+        try:
+            with self._traced.mode:
+                return call(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(
+                f"split_model: expected submodule {name!r} to have operations and shapes that do not depend on the "
+                f"elements of tensors, got {error.func}; use torch.where in place of if, and masks in place of "
+                "indices, or cut the model by hand, into modules"
+            ) from error
 
     def _call_torch_function(
         self, called: Any, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> tuple[Any, bool]:
         """Return the result of a torch function, and whether every part computes it."""
         self._real.check_written(called, args, kwargs)
+        self._check_hook(getattr(called, "__name__", ""), args)
         generators = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
         for generator in generators:
             self._note_generator(generator)
@@ -187,6 +211,35 @@ class _TracingRun(Run):
         changes.check_none()
         with self._traced.mode:
             return call(*args, **kwargs), False
+
+    def _check_hook(self, function: str, args: tuple) -> None:
+        """Refuse a hook on a tensor whose gradient this part does not have as a whole."""
+        if function not in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
+            return
+        number: Any = getattr(args[0], "_number", None)
+        if isinstance(number, str) and function != "retain_grad":
+            raise ValueError(
+                f"split_model: expected the code around the cuts not to give hooks to parameters, got {function!r} on "
+                f"{number!r}; register the hook once, on the stages"
+            )
+        part = self._results[number][1] if number in self._results else self.part
+        if part != self.part:
+            raise ValueError(
+                f"split_model: expected hooks on a tensor in stage {part}, which makes it, got {function!r} in stage "
+                f"{self.part}; call it before the next cut"
+            )
+
+    def check_aliases(self) -> None:
+        """Refuse a change in place of a tensor that came from another part with others in the same memory."""
+        for changed, part, called in self._changed:
+            storage = storage_of(changed)
+            received = [self._results[number][0] for number in self.trace.crossing[part]]
+            if sum(storage_of(tensor) == storage for tensor in received) > 1:
+                raise ValueError(
+                    f"split_model: expected tensors that cross a cut to have memory of their own if they are changed "
+                    f"in place, got {name_of(called)} in stage {part} on a tensor {[*changed.shape]}, of which this "
+                    "stage also reads a view made earlier; write the operation out of place, or clone the view"
+                )
 
     def _call_autograd_function(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the result of an autograd function, at whose first submodule a part may begin."""
@@ -350,13 +403,14 @@ def trace(traced: TracedModel, arguments: Any, device: torch.device | str, is_ex
     try:
         hooks = saved_tensors_hooks(_without_graph, lambda tensor: tensor)
         reads = AttributeReads(traced.whole, traced.enclosing)
-        with reads:
+        with reads, GlobalCaches(traced.model.modules()):
             with _disable_current_modes(), hooks, run.randomness, run:
                 output = traced.model(*args, **kwargs)
                 run.check_randomness("at its end")
                 run.use(output)
                 run.trace.output = pytree.tree_structure(output)
             reads.check(run.trace.parts)
+        run.check_aliases()
         run.check_buffers({name: module._buffers[key] for name, (module, key) in owners.items()})
     except Exception as error:
         if not isinstance(error, ValueError) or not str(error).startswith(("cuts", "split_model")):
@@ -372,6 +426,13 @@ def trace(traced: TracedModel, arguments: Any, device: torch.device | str, is_ex
         missing = traced.cuts[run.part]
         raise ValueError(f"cuts: expected submodules that forward calls, got {missing!r}, which it did not call")
     return trace(traced, arguments, device, is_exact=True) if run.randomness.is_unsure else run.trace
+
+
+def _versions(value: Any) -> list[tuple[Tensor, int]]:
+    """Return the fake tensors of a value, and their versions."""
+    with torch._C.DisableTorchFunction():  # no event of the model
+        found = [tensor for tensor in tensors_in(value) if isinstance(tensor, FakeTensor) and not tensor.is_inference()]
+        return [(tensor, tensor._version) for tensor in found]
 
 
 def _without_graph(tensor: Tensor) -> Tensor:

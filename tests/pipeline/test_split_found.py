@@ -4,6 +4,7 @@ import copy
 import random
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from random import random as draw
 from typing import Any, NamedTuple
 
@@ -300,7 +301,114 @@ class Checked(Model):
         return self.c(self.b(first_of([self.a(x), x])) + first_of([x, x, x]))
 
 
+class ChangedView(Model):
+    """A received tensor, changed in place by a stage that makes the views of it itself."""
+
+    def forward(self, x):
+        h = self.a(x)
+        keep = h.detach() > 0
+        y = self.b(h)
+        rows = keep[:, :2]
+        keep &= x < 0.5
+        return self.c(y * keep) * rows.sum() + h
+
+
+class AliasedChange(Model):
+    """A received tensor, changed in place, and a view of it that an earlier stage has made."""
+
+    def forward(self, x):
+        keep = x > 0
+        first = keep[:, :2]
+        h = self.b(self.a(x))
+        keep &= x < 0.5
+        return self.c(h) * keep + first.sum()
+
+
+class EarlyHook(Model):
+    """A hook on the gradient of a tensor that two stages read."""
+
+    def forward(self, x):
+        h = self.a(x)
+        h.register_hook(lambda gradient: 2 * gradient)
+        return self.c(self.b(h)) + h
+
+
+class LateHook(Model):
+    def forward(self, x):
+        h = self.a(x)
+        y = self.c(self.b(h))
+        h.register_hook(lambda gradient: 2 * gradient)
+        return y
+
+
+class ParameterHook(Model):
+    def forward(self, x):
+        self.a.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        return self.c(self.b(self.a(x)))
+
+
+@lru_cache
+def mask_of(width: int) -> Tensor:
+    return torch.full((width, width), -1.0, dtype=torch.float64).triu(1)
+
+
+masks: dict[int, Tensor] = {}
+
+
+class Masked(nn.Linear):
+    """A linear map and two masks that global caches hold."""
+
+    def forward(self, x):
+        if WIDTH not in masks:
+            masks[WIDTH] = torch.ones(WIDTH, WIDTH, dtype=x.dtype).tril(1)
+        return super().forward(x) @ mask_of(WIDTH) @ masks[WIDTH]
+
+
+class GlobalMasks(Model):
+    def make(self) -> None:
+        self.a, self.b = Masked(WIDTH, WIDTH), Masked(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)))
+
+
+def test_global_caches_hold_no_tensors_of_the_trace(unchecked_shapes):
+    masks.clear()
+    mask_of.cache_clear()
+    split_model(GlobalMasks(), ["b", "c"], (inputs()[0],))
+    assert not masks
+    assert type(mask_of(WIDTH)) is Tensor
+    masks.clear()
+    mask_of.cache_clear()
+    check_equal(GlobalMasks(), ["b", "c"], False)
+
+
+class Chosen(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.max() > 0 else x
+
+
+class Selected(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[x[:, 0] > 0])
+
+
+class ChosenByElements(Model):
+    def make(self) -> None:
+        self.a = Chosen(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)))
+
+
+class SelectedByElements(ChosenByElements):
+    def make(self) -> None:
+        self.a = Selected(WIDTH, WIDTH)
+
+
 EQUAL = {
+    "received tensor, changed in place": ChangedView,
+    "hook in the stage of its tensor": EarlyHook,
     "tensors of its own": OwnTensors,
     "containers that grow": Grown,
     "attribute of the same stage": InnerOfOneStage,
@@ -326,6 +434,18 @@ class Refused(NamedTuple):
 
 DRAW = "a draw from Python's random or from NumPy .* draw in a submodule"
 REFUSED = {
+    "change of a tensor with a view": Refused(
+        AliasedChange,
+        r"function '__iand__' in stage 1 .* of which .* a view made earlier; .* or clone the view",
+    ),
+    "hook of another stage": Refused(LateHook, r"got 'register_hook' in stage 2; call it before the next cut"),
+    "hook of a parameter": Refused(ParameterHook, r"hooks to parameters, got .* on 'a\.weight'; register the"),
+    "choice by elements": Refused(
+        ChosenByElements, r"expected submodule 'a' to have operations and .* torch\.where in"
+    ),
+    "elements that are selected": Refused(
+        SelectedByElements, r"expected submodule 'a' to have operations and .* got aten"
+    ),
     "random, imported by name": Refused(DrawnByName, DRAW),
     "NumPy, imported by name": Refused(DrawnByNameFromNumPy, DRAW),
     "sources in containers": Refused(Sources, DRAW),

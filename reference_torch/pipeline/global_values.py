@@ -1,0 +1,88 @@
+"""Values outside of a model that its methods reach: by global names, in closures and in caches."""
+
+import copy
+import functools
+import gc
+from collections.abc import Iterable, Iterator
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from reference_torch.pipeline.nested_values import contents
+
+_DEPTH = 3
+"""Functions that call functions that are searched."""
+
+_LIBRARIES = ("torch", "numpy", "random", "builtins")
+"""Packages whose functions are not searched."""
+
+
+def _reached(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
+    """Yield the values that a function reaches, or those in another value."""
+    function = getattr(value, "__func__", value)  # of a method, a static method or a class method
+    function = getattr(function, "fget", function)  # of a property
+    if not isinstance(function, FunctionType):
+        yield from () if isinstance(value, nn.Module | ModuleType) else contents(value, 1).values()
+        return
+    if not depth or id(function) in seen or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+        return
+    seen.add(id(function))
+    for cell in function.__closure__ or ():
+        if cell != CellType():  # an empty one
+            yield from _reached(cell.cell_contents, seen, depth - 1)
+    names = {*_names(function.__code__)}
+    for name in names & function.__globals__.keys():
+        found = function.__globals__[name]
+        inner = vars(found) if isinstance(found, ModuleType | type) else {}
+        for each in [found, *(inner[key] for key in names & inner.keys())]:
+            yield from _reached(each, seen, depth - 1)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function uses, also in functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def reached_by(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield the values that the methods of modules reach."""
+    seen: set[int] = set()
+    for module in modules:
+        kinds = [kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] not in _LIBRARIES]
+        methods = [value for kind in kinds if id(kind) not in seen for value in vars(kind).values()]
+        seen.update(map(id, kinds))
+        for method in [*methods, vars(module).get("forward")]:
+            yield from _reached(method, seen, _DEPTH)
+
+
+class GlobalCaches:
+    """A context at whose end global lists and dicts and functools.lru_cache hold no fake tensors.
+
+    Args:
+        modules: modules whose methods may use them.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        values = [*reached_by(modules)]
+        self._containers: list[Any] = [(each, copy.copy(each)) for each in values if isinstance(each, list | dict)]
+        self._caches: list[Any] = [each for each in values if isinstance(each, functools._lru_cache_wrapper)]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        for value, before in self._containers:
+            if _has_fake(value) and not _has_fake(before):
+                value.clear()
+                value.extend(before) if isinstance(value, list) else value.update(before)
+        for cache in self._caches:
+            if _has_fake(gc.get_referents(cache)):
+                cache.cache_clear()
+
+
+def _has_fake(value: Any) -> bool:
+    return any(isinstance(each, FakeTensor) for each in contents(value, 1).values())
