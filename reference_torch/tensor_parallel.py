@@ -111,7 +111,8 @@ class TensorParallel(NamedTuple):
         """Return the dropout state of this rank's tokens, so that they have the masks they have in a whole model."""
         if state is None or self.token_parts == 1:
             return state
-        return state._replace(row_low=self.own_tokens(state.row_low), row_high=self.own_tokens(state.row_high))
+        low, high = (self.own_tokens(row).contiguous() for row in (state.row_low, state.row_high))
+        return state._replace(row_low=low, row_high=high)
 
     def embed(self, tokens: Int[Tensor, "b t"], weight: Float[Tensor, "v d"]) -> Float[Tensor, "b t2 d"]:
         """Return the vectors of the tokens, [B, T, D], or of this rank's tokens with sequence parallelism.

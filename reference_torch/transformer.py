@@ -106,12 +106,14 @@ class TransformerLayer(nn.Module):
 
         connection = self.mlp_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
-        normed = ranks.enter(self._norm("pre_mlp_layernorm", aggregated, recompute))
-        output = recompute("mlp_output", self._mlp_output, normed, recompute.inside("mlp_output"), ranks.size)
+        normed = self._norm("pre_mlp_layernorm", aggregated, recompute)
+        normed = ranks.enter(normed) if ranks.sequence_parallel else normed
+        output = recompute("mlp_output", self._mlp_output, normed, recompute.inside("mlp_output"), ranks)
         if ranks.size > 1:  # outside of what is recomputed, so that backward does not sum over ranks again
             output = add_bias(ranks.leave(output), self.mlp.output_bias)
         if context.balance is not None and isinstance(self.mlp, MixtureOfExperts):
-            context.balance.add(ranks.own_share(self.mlp.balance(normed, context.sequences)))
+            entered = normed if ranks.sequence_parallel else ranks.enter(normed)
+            context.balance.add(ranks.own_share(self.mlp.balance(entered, context.sequences)))
         output = self._norm("post_mlp_layernorm", output, recompute)
         site = mlp_site(self.layer_number)
         hidden_states = recompute(
@@ -125,10 +127,12 @@ class TransformerLayer(nn.Module):
         norm = getattr(self, name, None)
         return x if norm is None else name_value(recompute(name, norm, x), name)
 
-    def _mlp_output(self, normed: Tensor, recompute: BlockRecomputation, tp_size: int) -> Tensor:
+    def _mlp_output(self, normed: Tensor, recompute: BlockRecomputation, ranks: TensorParallel) -> Tensor:
         """Return the output [B, T, D] of the MLP with its bias; on one of several ranks, its part without the bias."""
-        output = self.mlp(normed, recompute, tp_size)
-        return name_value(output if tp_size > 1 else add_bias(output, self.mlp.output_bias), "mlp_output")
+        if not ranks.sequence_parallel:  # the same values, which a replay computes from the norm that it has dropped
+            normed = ranks.enter(normed)
+        output = self.mlp(normed, recompute, ranks.size)
+        return name_value(output if ranks.size > 1 else add_bias(output, self.mlp.output_bias), "mlp_output")
 
     def _read(
         self, connection: HyperConnectionModule | None, hidden_states: Tensor, recompute: BlockRecomputation

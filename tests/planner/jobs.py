@@ -1,18 +1,23 @@
 """What ranks run in tests of the planner: a step of training, and a count of all that was sent in it."""
 
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.context.exchange import exchange_options
+from diptych.plans.tensor_parallel import rank_config
 from parity.ranks import make_trainer
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.wavefront import finish
+from reference_torch.groups import wait_for
 from reference_torch.recompute import measure_memory
+from reference_torch.tensor_parallel import TensorParallel
 from reference_torch.transformer import GPTModel
 from tests.backends import tiny_corpus
 
@@ -48,6 +53,29 @@ def count_step(config: TransformerConfig, train: TrainConfig) -> Counter[str]:
         for name, function in plain.items():
             setattr(dist, name, function)
     return sent
+
+
+def measure_rank(config: TransformerConfig, batch: int) -> tuple[int, int]:
+    """Bytes that a tensor-parallel rank keeps for backward, and the most that it has at any time."""
+    model = GPTModel(rank_config(config))
+    ranks = TensorParallel(dist.group.WORLD, config.sequence_parallel)
+    tokens, targets = torch.randint(0, config.vocab_size, (2, batch, config.seq_length))
+    parameters = list(model.parameters())
+
+    def forward() -> torch.Tensor:
+        return model(tokens, targets, tensor_parallel=ranks)
+
+    def backward(loss: torch.Tensor) -> Any:
+        return torch.autograd.grad(loss, parameters)
+
+    def let_go(*args: Any) -> None:
+        wait_for(*args)
+        time.sleep(0.002)  # gloo's thread still holds what it has gathered when the wait is over
+
+    with mock.patch("reference_torch.tensor_parallel.wait_for", let_go):
+        backward(forward())  # buffers made on first use
+        found = [measure_memory(forward, backward) for _ in range(3)]
+    return min(each.saved for each in found), min(each.peak for each in found)
 
 
 def measure_part(config: TransformerConfig, batch: int) -> int:

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import NamedTuple
 
-from diptych.planner.memory.graph import build
+from diptych.planner.memory.graph import GraphBuilder
 from diptych.planner.memory.simulate import Simulation
 from diptych.planner.memory.tensor_parallel import activation_recompute_saving
 from diptych.plans.config import TransformerConfig
@@ -24,7 +24,7 @@ class MemoryPrediction(NamedTuple):
 
 
 def predict_memory(config: TransformerConfig, batch: int, length: int | None = None) -> MemoryPrediction:
-    """Predict the memory of a training step of the whole model, by simulating its allocations.
+    """Predict the memory of a training step of the whole model, or of one tensor-parallel rank, by its allocations.
 
     Args:
         config: the model, with its recompute settings.
@@ -32,8 +32,12 @@ def predict_memory(config: TransformerConfig, batch: int, length: int | None = N
         length: tokens of each sequence; None: config.seq_length.
     """
     length = length or config.seq_length
-    first, layers, last = build(config, batch, length)
+    builder = GraphBuilder(config, batch, length)
+    first, x = builder.embedding()
+    layers = {}
+    for number in range(config.num_layers):
+        layers[number], x = builder.layer(number, x)
     simulation = Simulation(length)
-    simulation.run(first, layers, recompute_blocks(config), last)
+    simulation.run(first, layers, recompute_blocks(config), builder.head(x))
     saved: Counter[str] = simulation.saved_by_name
     return MemoryPrediction(dict(saved.most_common()), sum(saved.values()), simulation.peak)

@@ -1,15 +1,18 @@
 """A model's operations as PyTorch's eager autograd runs them, with the bytes that each reads, writes and saves."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from diptych.planner.memory.nodes import Layer, Node, Value
+from diptych.planner.memory.regions import OUTPUT_MAPS, Regions
 from diptych.planner.memory.rule import RuleShape, rule_scratch
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
 from diptych.plans.model.layers import LayerConfig
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.model.philox import TILE_ROWS
-from diptych.plans.tensor_parallel import check_one_rank
+from diptych.plans.tensor_parallel import rank_config
 
 ITEM_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -18,16 +21,18 @@ class GraphBuilder:
     """A builder of a model's operations for one batch.
 
     Args:
-        config: the model.
+        config: the model, with its tensor-parallel ranks; the operations are those of one of them.
         batch: number of sequences.
         length: tokens of each sequence.
     """
 
     def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
+        self.regions = Regions(config.tensor_model_parallel_size, config.sequence_parallel, batch * length)
+        config = rank_config(config)
         self.config = config
         self.batch = batch
         self.length = length
-        self.tokens = batch * length
+        self.tokens = self.regions.tokens_between  # inside of a region, see in_region, its tokens
         self.item = ITEM_SIZES[config.compute_dtype]
         self.wide = max(self.item, 4)
         item = ITEM_SIZES[config.params_dtype]
@@ -48,18 +53,28 @@ class GraphBuilder:
         """Return the value between two sublayers."""
         return self.activation("residual_streams", self.streams * self.config.hidden_size)
 
+    @contextmanager
+    def in_region(self) -> Iterator[None]:
+        """Count the tokens of a region."""
+        self.tokens = self.regions.tokens
+        yield
+        self.tokens = self.regions.tokens_between
+
     def dropout_rows(self) -> list[Node]:
         """Return the operation that numbers the rows of dropout by two 64-bit words per token; none without dropout."""
-        rows = Value("dropout rows", 2 * 8 * self.tokens)
+        rows = Value("dropout rows", 16 * self.tokens)
         return [Node([], [rows], [rows])] if self.config.hidden_dropout > 0 else []
 
     def embedding(self) -> tuple[list[Node], Value]:
         """Return the operations from token ids to hidden states, and their output."""
-        embedded = self.activation("embedded", self.config.hidden_size)
+        with self.in_region():
+            embedded = self.activation("embedded", self.config.hidden_size)
         table = self.weights["embedding.weight"]
         is_summed = not self.config.untie_embeddings_and_output_weights and self.item == self.wide
         shared = table if is_summed else 0  # the sum of the head's gradient and the embedding's
-        nodes = [*self.dropout_rows(), Node([], [embedded], parameters=table, backward_scratch=shared)]
+        nodes = self.dropout_rows()
+        item = ITEM_SIZES[self.config.params_dtype]
+        embedded = self.regions.embed(nodes, embedded, table, shared, item)
         if self.streams == 1 and not self.config.enable_hyper_connections:
             embedded.name = "residual_streams"
             return nodes, embedded
@@ -76,14 +91,15 @@ class GraphBuilder:
             x = mean
         normed = self.activation("final_layernorm", config.hidden_size)
         nodes += self._norm(x, normed, "decoder.final_layernorm", ())
-        logits = self.activation("logits", config.vocab_size)
-        name = "output_layer" if config.untie_embeddings_and_output_weights else "embedding"
-        nodes += self._linear(normed, logits, name, ())
-        logits = self._cast(nodes, logits, self.wide, ())
-        probabilities = self.coefficient("log_probabilities", config.vocab_size)
+        normed = self.regions.enter(nodes, normed)
+        with self.in_region():
+            logits = self.activation("logits", config.vocab_size)
+            name = "output_layer" if config.untie_embeddings_and_output_weights else "embedding"
+            nodes += self._linear(normed, logits, name, ())
+            logits = self._cast(nodes, logits, self.wide, ())
+            probabilities = self.coefficient("log_probabilities", config.vocab_size)
         loss = Value("loss", self.wide)
-        nodes.append(Node([logits], [probabilities], [probabilities]))
-        nodes.append(Node([probabilities], [loss]))
+        self.regions.loss(nodes, logits, probabilities, loss)
         return nodes
 
     def _contraction(self, x: Value, contracted: Value) -> list[Node]:
@@ -125,21 +141,30 @@ class GraphBuilder:
             normed, mixed, h_post = self._read(nodes, x, connection if hyper else None)
             if layer.norm == "pre":
                 normed = self._layer_norm(nodes, normed, prefix, norm)
-            if sublayer == "mlp":
-                feed_forward = self._mixture_of_experts if layer.moe else self._mlp
-                output = feed_forward(nodes, normed, f"{prefix}.mlp", layer)
-                if layer.moe and self.config.moe_aux_loss_coeff:
-                    self._balance(nodes, normed, f"{prefix}.mlp.router")
-            else:
-                mixers = {"attention": self._attention, "mla": self._latent_attention}
-                mixer = mixers.get(layer.mixer, self._delta_rule)
-                output = mixer(nodes, normed, f"{prefix}.self_attention")
+            output = self._sublayer(nodes, normed, f"{prefix}.{sublayer}", layer)
             if layer.norm == "post":
                 output = self._layer_norm(nodes, output, prefix, norm)
             x = self._write(nodes, output, mixed, h_post)
             ends.append(len(nodes))
         nodes[-1].alive.append(layer_input)
         return Layer(nodes, ends), x
+
+    def _sublayer(self, nodes: list[Node], normed: Value, name: str, layer: LayerConfig) -> Value:
+        """Append a mixer or an MLP, with the exchanges around it, and return its output."""
+        normed = self.regions.enter(nodes, normed)
+        with self.in_region():
+            if name.endswith(".mlp"):
+                output = (self._mixture_of_experts if layer.moe else self._mlp)(nodes, normed, name, layer)
+                if layer.moe and self.config.moe_aux_loss_coeff:
+                    self._balance(nodes, normed, f"{name}.router")
+            else:
+                mixers = {"attention": self._attention, "mla": self._latent_attention}
+                output = mixers.get(layer.mixer, self._delta_rule)(nodes, normed, name)
+        if self.regions.size == 1:
+            return output
+        output = self.regions.leave(nodes, output)
+        last = "linear_fc2" if name.endswith(".mlp") else "linear_proj"
+        return self._biased(nodes, output, f"{name}.{last}", (), is_summed=True)
 
     def _read(self, nodes: list[Node], x: Value, connection: str | None) -> tuple[Value, Value, Value | None]:
         width = self.config.hidden_size
@@ -211,7 +236,10 @@ class GraphBuilder:
     def _dropout_scratch(self, x: Value) -> int:
         """Return the bytes of dropout's mask, plus a scaled copy or a tile of 64-bit random words with their input."""
         width = x.size // self.item // self.tokens
-        return self.tokens * width + max(x.size, 12 * 8 * min(TILE_ROWS, self.tokens) * (width // 4))
+        first = min(TILE_ROWS, self.tokens)
+        second = min(TILE_ROWS, self.tokens - first)
+        words = max(8 * first, 4 * first + 8 * second)  # with the four of the tile before
+        return self.tokens * width + max(x.size, words * 8 * (width // 4))
 
     def _layer_norm(self, nodes: list[Node], x: Value, layer: str, name: str) -> Value:
         """Append a norm of a layer, and return its output."""
@@ -342,7 +370,8 @@ class GraphBuilder:
             nodes.append(Node([biased], [positive], [biased]))
             nodes.append(Node([positive], [g], [positive], (), gate_parameters))
         attended = self._rule(nodes, [conv, beta, g], gate_parameters if is_kda else 0)
-        normed_out = self._norm_by_head(nodes, attended, name)
+        normed_out = Value("out_norm", attended.size)
+        nodes += self._norm(attended, normed_out, f"{name}.out_norm", ())
         gate = normed
         if is_kda:
             gate = self._mapped(nodes, gate, "gate", value, f"{name}.linear_gate_down")
@@ -374,11 +403,6 @@ class GraphBuilder:
         )
         nodes.append(rule)
         return attended
-
-    def _norm_by_head(self, nodes: list[Node], x: Value, name: str) -> Value:
-        normed = Value("out_norm", x.size)
-        nodes += self._norm(x, normed, f"{name}.out_norm", ())
-        return normed
 
     def _mapped(self, nodes: list[Node], x: Value, called: str, width: int, name: str) -> Value:
         """Append a linear map of x with its bias, and return its output."""
@@ -560,27 +584,14 @@ class GraphBuilder:
         nodes.append(Node([routed, shared], [output], [], region))
         return output
 
-    def _biased(self, nodes: list[Node], output: Value, name: str, region: tuple[str, ...]) -> Value:
-        if f"{name}.bias" not in self.weights:
+    def _biased(
+        self, nodes: list[Node], output: Value, name: str, region: tuple[str, ...], is_summed: bool = False
+    ) -> Value:
+        """Append the addition of a bias, if there is one; that of a sum over ranks waits for the sum."""
+        waits = self.regions.size > 1 and name.endswith(OUTPUT_MAPS) and not is_summed
+        if waits or f"{name}.bias" not in self.weights:
             return output
         biased = Value(output.name, output.size)
         output.name = "before the bias"
         nodes.append(Node([output], [biased], [], region))
         return biased
-
-
-def build(config: TransformerConfig, batch: int, length: int) -> tuple[list[Node], dict[int, Layer], list[Node]]:
-    """Return the operations of the embedding, of each layer by global number, and of the head.
-
-    Args:
-        config: the whole model.
-        batch: sequences of a microbatch.
-        length: tokens of a sequence that one rank holds.
-    """
-    check_one_rank(config, "predicted memory and time")
-    builder = GraphBuilder(config, batch, length)
-    first, x = builder.embedding()
-    layers = {}
-    for number in range(config.num_layers):
-        layers[number], x = builder.layer(number, x)
-    return first, layers, builder.head(x)

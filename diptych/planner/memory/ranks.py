@@ -21,7 +21,7 @@ from diptych.plans.offload import layer_storages, pass_uses, rank_layers, stage_
 from diptych.plans.recompute import recompute_blocks
 from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.partition import get_stage, get_stage_place, num_stages
-from diptych.plans.tensor_parallel import check_one_rank
+from diptych.plans.tensor_parallel import rank_config
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequenc
         stages: bytes that a microbatch saves on each stage; see diptych.planner.memory.stages.predict_stages.
     """
     sizes = [parameter_bytes(config, stage) for stage in range(num_stages(config))]
-    layers = _layer_sizes(undivided(config)) if config.enable_tensor_offload else {}
+    layers = _layer_sizes(undivided(rank_config(config))) if config.enable_tensor_offload else {}
     found = []
     for rank, actions in enumerate(schedule.actions):
         own = sum(size for stage, size in enumerate(sizes) if schedule.rank_of(stage) == rank)
@@ -87,7 +87,7 @@ def standing_bytes(config: TransformerConfig) -> list[int]:
 
 def parameter_bytes(config: TransformerConfig, stage: int) -> int:
     """Return the exact bytes of a stage's parameters (and of their gradients), with its copy of a tied embedding."""
-    check_one_rank(config, "predicted memory and traffic")
+    config = rank_config(config)
     last = num_stages(config) - 1
     specs = parameter_specs(config, stage == 0, stage == last, *get_stage_place(config, stage))
     return sum(math.prod(spec.shape) for spec in specs.values()) * ITEM_SIZES[config.params_dtype]

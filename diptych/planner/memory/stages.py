@@ -1,6 +1,7 @@
 """Predicted bytes that one microbatch saves for backward on one stage; with context parallelism, on one rank."""
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import NamedTuple
 
 from diptych.planner.memory.graph import GraphBuilder
@@ -109,7 +110,9 @@ class _StageBuilder(GraphBuilder):
         if self.cp_size > 1:  # sequences are concatenated
             length = batch * length // self.cp_size
             batch = 1
-        super().__init__(undivided(config), batch, length)
+        size = config.tensor_model_parallel_size
+        whole = replace(undivided(config), tensor_model_parallel_size=size, sequence_parallel=config.sequence_parallel)
+        super().__init__(whole, batch, length)
         self.multiplied: list[Value] = []
         self.gradients = 0
 
