@@ -146,10 +146,7 @@ MIRRORED = (
     "train",
 )
 
-SHARED = {
-    "recompute": ("name_value", "residual_report", "SavedValue", "recompute_modules", "ModuleBytes"),
-    "tensor_parallel": ("WHOLE", "TOKENS"),
-}
+SHARED = {"recompute": ("name_value", "residual_report", "SavedValue", "recompute_modules", "ModuleBytes")}
 """Modules that are no mirrored files, and the names both have."""
 
 _POLICY = "PyTorch hands its recompute manager on; JAX recomputes by the policy of jax.checkpoint around the layers"

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.planner.memory import predict_memory
 from diptych.planner.traffic import wire_traffic
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.layers import parse_layer
@@ -130,6 +129,5 @@ def test_what_does_not_support_tensor_parallelism_yet_says_so():
     message = (
         "tensor_model_parallel_size: expected 1 with .*, which does not support tensor parallelism yet, got 2; train"
     )
-    for predict in (lambda: predict_memory(config, 1), lambda: wire_traffic(config, 1, 1)):
-        with pytest.raises(NotImplementedError, match=message):
-            predict()
+    with pytest.raises(NotImplementedError, match=message):
+        wire_traffic(config, 1, 1)

@@ -29,6 +29,7 @@ _TABLES_OF_CONTENTS = {
         "docs/pipeline",
         "docs/linear_attention",
         "docs/context_parallel",
+        "docs/tensor_parallel",
         "docs/kernels",
         "docs/planner",
     ],
