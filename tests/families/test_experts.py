@@ -94,7 +94,7 @@ def ours(backend: str, config: TransformerConfig, x: np.ndarray) -> dict[str, np
     parameters["router.expert_bias"] = layer.gate.e_score_correction_bias.numpy()
     given = make_inputs([x])
     inner = backend_module(backend, "mlp").MixtureOfExperts(config, 0, "mlp")
-    side = IMPLEMENTATIONS[backend](around(backend, inner, lambda inner, x: inner(x)[0]), given)
+    side = IMPLEMENTATIONS[backend](around(backend, inner, lambda inner, x: inner(x)), given)
     values = Values(given.arrays, {f"inner.{name}": value for name, value in parameters.items()})
     run = side.run(values, None, lambda name, output: normal(20, *output.shape))
     gradients = {name.removeprefix("inner."): value for name, value in run.parameter_gradients.items()}

@@ -27,7 +27,11 @@ def test_step_refuses_what_does_not_fit():
         make_pipeline_step(model, replace(config, pipeline_schedule="gpipe"), slots="fused")
     with pytest.raises(ValueError, match=r"mesh: expected an axis 'pp' of size .*=2, .* got \{'pp': 4\}"):
         make(Mesh(devices(4), ("pp",)))
-    with pytest.raises(ValueError, match=r"mesh: expected an axis 'pp' of size .*=2, .* got \{'pp': 2, 'tp': 2\}"):
+    with pytest.raises(ValueError, match=r"mesh: expected an axis 'pp' of size .*=2, .* got \{'pp': 2, 'ep': 2\}"):
+        make(Mesh(devices(2, 2), ("pp", "ep")), backend="shard_map")
+    with pytest.raises(
+        ValueError, match=r"mesh: .* 'tp' of size tensor_model_parallel_size=1, got \{'pp': 2, 'tp': 2\}"
+    ):
         make(Mesh(devices(2, 2), ("pp", "tp")), backend="shard_map")
     with pytest.raises(
         ValueError, match=r"mesh: expected axis 'pp' alone with backend 'pmap', .* use backend 'shard_map'"
