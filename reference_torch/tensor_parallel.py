@@ -279,6 +279,11 @@ def _gathered(x: Tensor, among: TensorParallel) -> Tensor:
 
 def _scattered(x: Tensor, among: TensorParallel) -> Tensor:
     """Return the sum over ranks of this rank's tokens."""
+    if x.shape[TOKENS] % among.size:
+        raise ValueError(
+            f"inputs: expected with sequence_parallel a multiple of {among.size} tokens, which the ranks divide, got "
+            f"{x.shape[TOKENS]}; pad the sequences"
+        )
     parts = [part.contiguous() for part in x.chunk(among.size, dim=TOKENS)]
     own = torch.empty_like(parts[0])
     work = dist.reduce_scatter(own, parts, group=among.group, async_op=True)

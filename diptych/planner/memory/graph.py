@@ -57,8 +57,10 @@ class GraphBuilder:
     def in_region(self) -> Iterator[None]:
         """Count the tokens of a region."""
         self.tokens = self.regions.tokens
-        yield
-        self.tokens = self.regions.tokens_between
+        try:
+            yield
+        finally:
+            self.tokens = self.regions.tokens_between
 
     def dropout_rows(self) -> list[Node]:
         """Return the operation that numbers the rows of dropout by two 64-bit words per token; none without dropout."""
