@@ -110,7 +110,9 @@ def stage_of_module(module: nnx.Module) -> UserStage:
     def apply(leaves: list[Any], state: list[Any], x: Any) -> tuple[Any, list[Any], list[Any]]:
         as_arrays = [*map(_given, values, state)]
         static = dict(numbers)
-        y, given, found, params_after = None, as_arrays, as_arrays, leaves
+        y = None
+        given = found = as_arrays
+        params_after = leaves
         changed: Any = None  # numbers that were static in the last run, but must not be
         while changed is None or changed:
             given = [static.get(i, array) for i, array in enumerate(as_arrays)]

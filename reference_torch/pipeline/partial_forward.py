@@ -316,7 +316,8 @@ class PartialRun(Run):
 def _check_plain(called: Any, does: str, traced: dict[Place, Any], found: dict[Place, Any]) -> None:
     """Check that a submodule passes on the same plain values as in the trace, which later parts have."""
     for place in [*traced, *(place for place in found if place not in traced)]:
-        old, new = traced.get(place, MISSING), found.get(place, MISSING)
+        old = traced.get(place, MISSING)
+        new = found.get(place, MISSING)
         if not same_plain(old, new):
             raise ValueError(
                 f"split_model: expected the plain values that {name_of(called)} {does} to be those of its run with "
