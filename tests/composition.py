@@ -315,10 +315,11 @@ OF_FAMILIES = [
 ]
 """Features of the compositions that models of published families must have."""
 
+_EXECUTION = ("recompute", "offload", "pipeline", "context_parallel", "cp_", "p2p", "tensor_model", "sequence_parallel")
 LIKE_ANY = {
     name: field.default
     for name, field in TransformerConfig.__dataclass_fields__.items()
-    if any(word in name for word in ("recompute", "offload", "pipeline", "context_parallel", "cp_", "p2p"))
+    if any(word in name for word in _EXECUTION)
     or name in ("impl", "variable_seq_lengths", "calculate_per_token_loss", "microbatch_group_size_per_vp_stage")
 }
 """Default values of the settings that change how a step is executed, but not its result."""

@@ -18,6 +18,7 @@ from diptych.planner.memory.nodes import Node
 from diptych.planner.memory.ranks import parameter_bytes
 from diptych.planner.memory.simulate import Simulation
 from diptych.planner.memory.stages import stage_builder
+from diptych.planner.tensor_traffic import RingExchanges, block_exchanges, end_exchanges
 from diptych.planner.traffic import layer_exchanges, message_bytes, wire_traffic
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED
@@ -27,6 +28,7 @@ from diptych.plans.schedule.partition import get_stage_place, num_stages
 from diptych.plans.schedule.simulate import Costs, simulate
 from diptych.plans.schedule.simulate import Simulation as PipelineSimulation
 from diptych.plans.schedule.wavefront import tokens_before
+from diptych.plans.tensor_parallel import rank_config
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class StageTime(NamedTuple):
     recomputed: float
     """Part of input_gradient that is recomputation."""
     exchanged: float
-    """Part of forward and input_gradient that waits for exchanges between context ranks."""
+    """Part of forward and input_gradient that waits for exchanges between context or tensor-parallel ranks."""
 
 
 class StepTime(NamedTuple):
@@ -121,7 +123,7 @@ class StageTimes:
     def _block(self, config: TransformerConfig, block: RecomputeBlock, batch: int) -> StageTime:
         """Return the times of a recompute block's layers; equal blocks are computed once."""
         layer_settings = tuple(map(config.layer, block.layers))
-        key = layer_settings, block.kind, block.modules, batch, config.context_parallel_size, config.cp_exchange
+        key = layer_settings, block.kind, block.modules, batch, config.cp_exchange, *_sharing(config)
         if key not in self._found:
             builder = stage_builder(config, batch)
             layers = {}
@@ -143,13 +145,28 @@ class StageTimes:
         return self._found[key]
 
     def _end(self, config: TransformerConfig, name: str, batch: int) -> StageTime:
-        key = name, batch, config.context_parallel_size
+        key = name, batch, *_sharing(config)
         if key not in self._found:
             builder = stage_builder(config, batch)
             nodes = builder.embedding()[0] if name == "embedding" else builder.head(builder.hidden())
             forward = sum(self.machine.seconds(node.flops, _moved(node)) for node in nodes)
-            self._found[key] = StageTime(forward, *_gradient_times(nodes, self.machine), 0.0, 0.0)
+            inputs, weights = _gradient_times(nodes, self.machine)
+            ahead, back = _waits(end_exchanges(config, name, batch), self.machine)
+            self._found[key] = StageTime(forward + ahead, inputs + back, weights, 0.0, ahead + back)
         return self._found[key]
+
+
+def _sharing(config: TransformerConfig) -> tuple[Hashable, ...]:
+    """Return the settings by which ranks share tokens and layers."""
+    return config.context_parallel_size, config.tensor_model_parallel_size, config.sequence_parallel
+
+
+def _waits(exchanges: RingExchanges, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of exchanges in rings, forward and backward."""
+    return (
+        exchanges.forward / machine.network_bandwidth + exchanges.rounds_forward * machine.network_latency,
+        exchanges.backward / machine.network_bandwidth + exchanges.rounds_backward * machine.network_latency,
+    )
 
 
 def costs_of(config: TransformerConfig, stages: Sequence[StageTime], batch: int, machine: Machine) -> Costs:
@@ -212,7 +229,7 @@ def after_backward(
     config: TransformerConfig, batch: int, count: int, replicas: int, machine: Machine
 ) -> tuple[float, float]:
     """Return the seconds of the gradient sum and of the update, each on the rank where it takes longest."""
-    named = ("gradients of parameters", "gradient of tied embedding")
+    named = ("gradients of parameters", "gradient of tied embedding", "gradients of repeated parameters")
     sums = [term for term in wire_traffic(config, batch, count, replicas) if term.name in named]
     sent = max((sum(each) for each in zip(*(t.by_rank for t in sums), strict=True)), default=0)
     rounds = 2 * (config.context_parallel_size * replicas - 1)
@@ -229,14 +246,13 @@ both moments are read and written."""
 
 
 def _exchanged(config: TransformerConfig, block: RecomputeBlock, batch: int, machine: Machine) -> tuple[float, float]:
-    """Return the seconds that context ranks spend on exchanges, forward and backward."""
+    """Return the seconds that context and tensor-parallel ranks spend on exchanges, forward and backward."""
+    forward, backward = _waits(block_exchanges(config, block, batch), machine)
     if config.context_parallel_size == 1:
-        return 0.0, 0.0
-    forward = 0.0
-    backward = 0.0
+        return forward, backward
     replayed = block.kind == "full", block.kind == "full" or "core_attn" in block.modules
     for number in block.layers:
-        for exchange in layer_exchanges(config, number, batch, *replayed):
+        for exchange in layer_exchanges(rank_config(config), number, batch, *replayed):
             once = exchange.hops * exchange.one / machine.network_bandwidth + exchange.rounds * machine.network_latency
             ahead = 0 if exchange.name.startswith("gradients of") else 1
             forward += once * ahead

@@ -1,7 +1,7 @@
 """Bytes that ranks send each other in one training step, term by term.
 
-The mesh is replicas x context ranks x pipeline ranks. The terms count the tensors that PyTorch ranks send, without
-message headers and sums of scalars (losses, norms, token counts).
+The mesh is replicas x context ranks x pipeline ranks x tensor-parallel ranks. The terms count the tensors that PyTorch
+ranks send, without message headers and sums of scalars (losses, norms, token counts).
 
 Communication libraries choose the algorithms of collectives; the terms assume the one with the fewest sent bytes. An
 all-reduce over n ranks is a ring in which each rank sends 2 (n - 1) / n of its bytes; in an all-gather over n ranks,
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from diptych.planner.memory.graph import ITEM_SIZES
 from diptych.planner.memory.ranks import parameter_bytes
+from diptych.planner.tensor_traffic import exchanged_bytes, repeated_gradient_bytes
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED, exchange_cost
 from diptych.plans.context.sequences import halo_sizes
@@ -24,7 +25,7 @@ from diptych.plans.model.parameters import embedding_spec
 from diptych.plans.recompute import recompute_blocks
 from diptych.plans.schedule.partition import get_stage_place, num_stages
 from diptych.plans.schedule.wavefront import tokens_before
-from diptych.plans.tensor_parallel import check_one_rank
+from diptych.plans.tensor_parallel import rank_config
 
 
 class Traffic(NamedTuple):
@@ -58,7 +59,8 @@ class Exchange(NamedTuple):
 
 def message_bytes(config: TransformerConfig, micro_batch_size: int) -> int:
     """Return the bytes of a message between stages: the residual streams of a rank's tokens, or their gradient."""
-    tokens = micro_batch_size * config.seq_length // config.context_parallel_size
+    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    tokens = micro_batch_size * config.seq_length // config.context_parallel_size // parts
     return tokens * config.stage_width * ITEM_SIZES[config.compute_dtype]
 
 
@@ -68,15 +70,33 @@ def wire_traffic(
     """Return the traffic of one step; terms that do not occur in this mesh are left out.
 
     Args:
-        config: the model, with its pipeline and context ranks.
+        config: the model, with its pipeline, context and tensor-parallel ranks.
         micro_batch_size: sequences of a microbatch.
         num_microbatches: microbatches of a step on each replica.
         data_parallel_size: replicas.
     """
-    check_one_rank(config, "predicted traffic")
+    n = config.tensor_model_parallel_size
+    found = _among_equal_parts(config, micro_batch_size, num_microbatches, data_parallel_size)
+    found = [term._replace(total=n * term.total) for term in found]
+    if n == 1:
+        return found
+    ranks = n * config.context_parallel_size * data_parallel_size
+    sent = [num_microbatches * each for each in exchanged_bytes(config, micro_batch_size)]
+    found.append(Traffic("inputs and outputs of regions", f"exchanged by {n}", tuple(sent), ranks * sum(sent)))
+    summed = [0] * config.pipeline_model_parallel_size
+    for stage in range(num_stages(config)):
+        summed[get_stage_place(config, stage).pp_rank] += 2 * (n - 1) * repeated_gradient_bytes(config, stage)
+    if any(summed):
+        by_rank = tuple(-(-each // n) for each in summed)
+        found.append(Traffic("gradients of repeated parameters", f"sum of {n}", by_rank, ranks // n * sum(summed)))
+    return found
+
+
+def _among_equal_parts(config: TransformerConfig, micro_batch_size: int, count: int, replicas: int) -> list[Traffic]:
+    """Return the traffic among ranks that hold the same part of their layers."""
     p = config.pipeline_model_parallel_size
     cp = config.context_parallel_size
-    copies = cp * data_parallel_size
+    copies = cp * replicas
     stages = num_stages(config)
 
     def rank_of(stage: int) -> int:
@@ -84,7 +104,7 @@ def wire_traffic(
 
     found = []
     if p > 1:
-        sent = num_microbatches * message_bytes(config, micro_batch_size)
+        sent = count * message_bytes(config, micro_batch_size)
         for name, leaving, step in (
             ("activations", range(stages - 1), 1),
             ("gradients of activations", range(1, stages), -1),
@@ -92,7 +112,7 @@ def wire_traffic(
             away = Counter(rank_of(stage) for stage in leaving if rank_of(stage) != rank_of(stage + step))
             by_rank = tuple(away[rank] * sent for rank in range(p))
             found.append(Traffic(name, "point to point", by_rank, sum(by_rank) * copies))
-    found += _context_traffic(config, micro_batch_size, num_microbatches, data_parallel_size)
+    found += _context_traffic(rank_config(config), micro_batch_size, count, replicas)
     if copies > 1:
         sizes = [parameter_bytes(config, stage) for stage in range(stages)]
         twice = [0] * p
@@ -101,7 +121,7 @@ def wire_traffic(
         by_rank = tuple(-(-size // copies) for size in twice)
         found.append(Traffic("gradients of parameters", f"sum of {copies:,}", by_rank, sum(twice)))
     if p > 1 and not config.untie_embeddings_and_output_weights:
-        size = math.prod(embedding_spec(config)["weight"].shape) * ITEM_SIZES[config.params_dtype]
+        size = math.prod(embedding_spec(rank_config(config))["weight"].shape) * ITEM_SIZES[config.params_dtype]
         ends = {rank_of(0), rank_of(stages - 1)}
         if len(ends) > 1:
             by_rank = tuple(size if rank in ends else 0 for rank in range(p))

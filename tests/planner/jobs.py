@@ -25,26 +25,28 @@ from tests.backends import tiny_corpus
 def count_step(config: TransformerConfig, train: TrainConfig) -> Counter[str]:
     """Bytes this rank hands over in a step, by call and by group; numbers summed alone are left out.
 
-    Of what is gathered, a copy for each other rank; of a sum, twice all bytes, of which a ring sends (n - 1) / n.
+    Of what is gathered, a copy for each other rank, and of a scattered sum the parts of the others; of a sum, twice all
+    bytes, of which a ring sends (n - 1) / n.
     """
     trainer = make_trainer(config, train, tiny_corpus())
     groups = trainer._groups
     names = {id(group): name for name, group in groups._asdict().items() if group is not None}
     sent: Counter[str] = Counter()
-    plain = {name: getattr(dist, name) for name in ("isend", "all_gather", "all_reduce")}
+    plain = {name: getattr(dist, name) for name in ("isend", "all_gather", "all_reduce", "reduce_scatter")}
 
     def counted(call: str, place: int) -> Any:
         def wrapped(*args: Any, **options: Any) -> Any:
             tensor, group = args[place], options["group"]
             assert isinstance(tensor, torch.Tensor)
-            times = {"isend": 1, "all_gather": group.size() - 1, "all_reduce": 2}[call]
+            others = group.size() - 1
+            times = {"isend": 1, "all_gather": others, "all_reduce": 2, "reduce_scatter": others}[call]
             if call != "all_reduce" or tensor.numel() > 1:
                 sent[f"{call} {names[id(group)]}"] += tensor.nbytes * times
             return plain[call](*args, **options)
 
         return wrapped
 
-    for name, place in (("isend", 0), ("all_gather", 1), ("all_reduce", 0)):
+    for name, place in (("isend", 0), ("all_gather", 1), ("all_reduce", 0), ("reduce_scatter", 0)):
         setattr(dist, name, counted(name, place))
     try:
         trainer.train_step(0)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.planner.traffic import wire_traffic
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.layers import parse_layer
 from diptych.plans.model.parameters import Split, parameter_specs
@@ -122,12 +121,3 @@ def test_repeated_entries_are_those_that_several_ranks_hold(split, size):
 def test_gradients_are_partial_inside_of_regions_and_where_ranks_have_different_tokens(name, whole_tokens, own_tokens):
     assert gradient_is_partial(name, sequence_parallel=False) == whole_tokens
     assert gradient_is_partial(name, sequence_parallel=True) == own_tokens
-
-
-def test_what_does_not_support_tensor_parallelism_yet_says_so():
-    config = replace(CONFIG, tensor_model_parallel_size=2)
-    message = (
-        "tensor_model_parallel_size: expected 1 with .*, which does not support tensor parallelism yet, got 2; train"
-    )
-    with pytest.raises(NotImplementedError, match=message):
-        wire_traffic(config, 1, 1)

@@ -129,7 +129,7 @@ def offload_use(order: Sequence[int], sizes: Mapping[int, int], num_prefetch_lay
 
 def moved_bytes(config: TransformerConfig, schedule: Schedule) -> list[int]:
     """Return the bytes that offload of parameters copies per step on every pipeline rank, in both directions."""
-    layers = _layer_sizes(undivided(config))
+    layers = _layer_sizes(undivided(rank_config(config)))
     ahead = config.tensor_offload_num_prefetch_layers
     return [
         offload_use(_layer_order(config, rank, actions), layers, ahead).moved

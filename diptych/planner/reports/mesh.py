@@ -23,6 +23,7 @@ def describe_mesh(config: TransformerConfig, data_parallel_size: int) -> str:
         (data_parallel_size, "replica"),
         (config.context_parallel_size, "context rank"),
         (config.pipeline_model_parallel_size, "pipeline rank"),
+        (config.tensor_model_parallel_size, "tensor-parallel rank"),
     )
     several = [f"{size:,} {name}s" for size, name in sizes if size > 1]
     count = data_parallel_size * config.model_parallel_size

@@ -13,6 +13,7 @@ from diptych.plans.mesh import undivided
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.offload.uses import Use, action_uses, next_layers
 from diptych.plans.schedule.named import schedule_for
+from diptych.plans.tensor_parallel import rank_config
 
 
 class Step(NamedTuple):
@@ -133,10 +134,10 @@ def check_num_prefetch_layers(number: int) -> None:
 
 
 def layer_storages(config: TransformerConfig) -> dict[int, dict[str, int]]:
-    """Return the bytes of every parameter, by layer number and parameter name."""
+    """Return the bytes of every parameter that a rank holds, by layer number and parameter name."""
     storages: dict[int, dict[str, int]] = {layer: {} for layer in range(config.num_layers)}
     width = np.dtype(config.params_dtype).itemsize
-    for name, spec in parameter_specs(undivided(config)).items():
+    for name, spec in parameter_specs(undivided(rank_config(config))).items():
         if name.startswith("decoder.layers."):
             storages[int(name.split(".")[2])][name] = math.prod(spec.shape) * width
     return storages

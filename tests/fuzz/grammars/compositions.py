@@ -66,6 +66,8 @@ HARD_CASES = frozenset(
         "schedule file",
         "context ranks",
         "replicas",
+        "tensor-parallel ranks",
+        "tokens of tensor-parallel ranks",
         "four ranks",
         "mHC",
         "dropout",
@@ -203,6 +205,8 @@ def _draw_execution(rng: np.random.Generator, model: Mapping[str, Any]) -> Execu
         settings |= _draw_schedule(rng, model, 4 if mesh == "pp 4" else 2)
     if kind == "pipeline":
         settings |= _draw_schedule(rng, model, 2)
+    if kind in ("one", "pipeline", "context") and rng.random() < 0.12:
+        settings |= {"tensor_model_parallel_size": 2, "sequence_parallel": bool(rng.random() < 0.5)}
     for name, chance in (
         ("recompute", 0.35),
         ("parameters offloaded", 0.25),
@@ -265,6 +269,8 @@ def features(program: Program) -> Iterable[str]:
             "schedule file": execution.file,
             "context ranks": config.context_parallel_size > 1,
             "replicas": execution.replicas > 1,
+            "tensor-parallel ranks": config.tensor_model_parallel_size > 1,
+            "tokens of tensor-parallel ranks": config.sequence_parallel,
             "four ranks": execution.replicas * config.model_parallel_size == 4,
             "parameters offloaded": config.enable_tensor_offload,
             "activations offloaded": config.enable_activation_offload,
