@@ -3,20 +3,24 @@
 import copy
 import functools
 import gc
+import itertools
 from collections.abc import Iterable, Iterator
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from reference_torch.pipeline.nested_values import contents
+from reference_torch.pipeline.nested_values import CONTAINERS, MISSING, PLAIN, attributes, contents
 
 _DEPTH = 3
 """Functions that call functions that are searched."""
 
-_LIBRARIES = ("torch", "numpy", "random", "builtins")
+_LIBRARIES = ("torch", "numpy", "random", "builtins", "jaxtyping", "beartype", "tqdm")
 """Packages whose functions are not searched."""
+
+_ENTRIES = 1000
+"""Values inside of a global value that are searched: a global list may be a data set."""
 
 
 def _reached(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
@@ -24,20 +28,42 @@ def _reached(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
     function = getattr(value, "__func__", value)  # of a method, a static method or a class method
     function = getattr(function, "fget", function)  # of a property
     if not isinstance(function, FunctionType):
-        yield from () if isinstance(value, nn.Module | ModuleType) else contents(value, 1).values()
+        if not isinstance(value, nn.Module | ModuleType):
+            yield from itertools.islice(_inside(value, set(), 1), _ENTRIES)
         return
-    if not depth or id(function) in seen or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+    if not depth or id(function) in seen or _is_of_library(function.__module__):
         return
     seen.add(id(function))
     for cell in function.__closure__ or ():
         if cell != CellType():  # an empty one
             yield from _reached(cell.cell_contents, seen, depth - 1)
+    if _is_of_library(function.__globals__.get("__name__")):
+        return  # a decorator's function, which has the module name of the one that it wraps
     names = {*_names(function.__code__)}
     for name in names & function.__globals__.keys():
         found = function.__globals__[name]
         inner = vars(found) if isinstance(found, ModuleType | type) else {}
         for each in [found, *(inner[key] for key in names & inner.keys())]:
             yield from _reached(each, seen, depth - 1)
+
+
+def _is_of_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _inside(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
+    """Yield a value and those inside of it that are no plain values: in lists, tuples, dicts and attributes."""
+    if id(value) in seen or isinstance(value, (*PLAIN, Tensor)):
+        return
+    seen.add(id(value))
+    yield value
+    if isinstance(value, CONTAINERS):
+        inner = value.values() if isinstance(value, dict) else value
+    else:
+        depth -= 1
+        inner = attributes(value).values() if depth >= 0 else ()
+    for each in [*itertools.islice(inner, _ENTRIES)]:
+        yield from _inside(each, seen, depth)
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -52,7 +78,7 @@ def reached_by(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Yield the values that the methods of modules reach."""
     seen: set[int] = set()
     for module in modules:
-        kinds = [kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] not in _LIBRARIES]
+        kinds = [kind for kind in type(module).__mro__ if not _is_of_library(kind.__module__)]
         methods = [value for kind in kinds if id(kind) not in seen for value in vars(kind).values()]
         seen.update(map(id, kinds))
         for method in [*methods, vars(module).get("forward")]:
@@ -76,12 +102,19 @@ class GlobalCaches:
 
     def __exit__(self, *exception: object) -> None:
         for value, before in self._containers:
-            if _has_fake(value) and not _has_fake(before):
+            if any(_has_fake(each) for each in _new_entries(before, value)):
                 value.clear()
                 value.extend(before) if isinstance(value, list) else value.update(before)
         for cache in self._caches:
             if _has_fake(gc.get_referents(cache)):
                 cache.cache_clear()
+
+
+def _new_entries(before: Any, after: Any) -> list[Any]:
+    """Return the entries of a list or dict that an earlier copy of it does not have in the same place."""
+    if isinstance(after, dict):
+        return [value for key, value in after.items() if before.get(key, MISSING) is not value]
+    return [value for index, value in enumerate(after) if index >= len(before) or before[index] is not value]
 
 
 def _has_fake(value: Any) -> bool:

@@ -41,9 +41,9 @@ def _collect(value: Any, found: list[Tensor], seen: set[int], depth: int) -> Non
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf)
-        elif depth and id(leaf) not in seen and (attributes := _attributes(leaf)):
+        elif depth and id(leaf) not in seen and (own := attributes(leaf)):
             seen.add(id(leaf))
-            for attribute in attributes.values():
+            for attribute in own.values():
                 _collect(attribute, found, seen, depth - 1)
 
 
@@ -61,13 +61,13 @@ def _replaced(value: Any, replace: Callable[[Tensor], Any], copies: dict[int, An
     def leaf_for(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return replace(leaf)
-        attributes = _attributes(leaf) if depth else None
-        if not attributes:
+        own = attributes(leaf) if depth else None
+        if not own:
             return leaf
         if id(leaf) not in copies:
             copies[id(leaf)] = leaf  # for objects that contain themselves
-            others = {name: _replaced(old, replace, copies, depth - 1) for name, old in attributes.items()}
-            if any(tensors_in(old) for old in attributes.values()):
+            others = {name: _replaced(old, replace, copies, depth - 1) for name, old in own.items()}
+            if any(tensors_in(old) for old in own.values()):
                 copies[id(leaf)] = copy.copy(leaf)
                 for name, other in others.items():
                     object.__setattr__(copies[id(leaf)], name, other)
@@ -76,7 +76,7 @@ def _replaced(value: Any, replace: Callable[[Tensor], Any], copies: dict[int, An
     return pytree.tree_map(leaf_for, value)
 
 
-def _attributes(leaf: Any) -> dict[str, Any]:
+def attributes(leaf: Any) -> dict[str, Any]:
     """Return the attributes of an object; {} if they are no values of a forward."""
     if isinstance(leaf, _CLOSED):
         return {}
@@ -111,7 +111,7 @@ def _visit(place: Place, value: Any, found: dict[Place, Any], seen: set[int], de
         steps = [(False, key, item) for key, item in [*items]]
     else:
         depth -= 1
-        steps = [(True, name, item) for name, item in _attributes(value).items()] if depth >= 0 else []
+        steps = [(True, name, item) for name, item in attributes(value).items()] if depth >= 0 else []
     for is_attribute, key, item in steps:
         _visit((*place, (is_attribute, key)), item, found, seen, depth)
 

@@ -314,13 +314,14 @@ def test_a_rank_that_died_between_two_calls_is_named():
 
 MISSED = {
     "write": "the result of writing from rank 0",
-    "gather": "the arrays of all pipeline ranks",
+    "gather": "the arrays of all ranks of a model",
     "say": "what every rank has found",
 }
 
 
-def test_a_rank_that_dies_between_messages_is_missed_by_name():
+def test_a_rank_that_dies_between_messages_is_missed_by_name(monkeypatch):
     """While it writes a checkpoint, or before all ranks tell each other something."""
+    monkeypatch.setattr(rank_pool, "GRACE_SECONDS", ANSWER)
     with RankPool(2, preload=PRELOAD) as pool:
         for how, what in MISSED.items():
             message = rf"rank 0: died with exit code 7\nrank 1: PipelineError: rank 1: expected {what}, but it did not"

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from beartype import beartype
+from jaxtyping import Float, jaxtyped
 from numpy.random import beta
 from torch import Tensor, nn
 
 from reference_torch.pipeline import split_model
+from reference_torch.pipeline.global_values import reached_by
 
 WIDTH = 4
 
@@ -284,6 +286,27 @@ def test_a_trace_leaves_global_sources_where_they_were():
     before = source.bit_generator.state
     split_model(GlobalInSubmodule(), ["b", "c"], (inputs()[0],))
     assert source.bit_generator.state == before
+
+
+DATA = [[index] for index in range(100_000)]
+
+
+class GlobalData(Model):
+    def forward(self, x):
+        return self.c(self.b(self.a(x))) * DATA[1][0]
+
+
+def test_a_global_data_set_is_not_searched_whole():
+    """Nor are the global values of a checker of types, which may hold the arguments of all that runs."""
+    assert len([*reached_by(GlobalData().modules())]) < 5_000
+    assert not [value for value in reached_by([Typed()]) if type(value).__module__.startswith("jaxtyping")]
+    check_equal(GlobalData(), ["b"], True)
+
+
+class Typed(Model):
+    @jaxtyped(typechecker=beartype)
+    def forward(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        return self.c(self.b(self.a(x)))
 
 
 def test_draws_of_type_checkers_and_other_threads_are_not_refused(thread):
