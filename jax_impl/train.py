@@ -96,21 +96,16 @@ class Trainer:
             self._forwards = make_pipeline_step(
                 undivided_model, config, mesh, backend, training=False, forward_only=True
             )
-        self._optimizer = optax.chain(
-            optax.scale_by_adam(train_config.adam_beta1, train_config.adam_beta2, train_config.adam_eps),
-            optax.add_decayed_weights(train_config.weight_decay, mask=self._decays),
-        )
+        self._optimizer = optax.scale_by_adam(train_config.adam_beta1, train_config.adam_beta2, train_config.adam_eps)
         self._params: Parameters = self._staged(params)
+        self._shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), self._params)
         self.offload = (
             OffloadedStep(config, params, count)
             if self._pipeline is None
             else OffloadedPipeline(self._pipeline, self._params, count)
         )
-        self._optimizer_state = self._optimizer.init(self._params)
+        self._optimizer_state = self._initial_state()
         self._params = self.offload.place(self._params)
-        if self._pipeline is not None:
-            shardings = self._pipeline.shardings
-            self._optimizer_state = self._counted(self._moments(lambda m: jax.device_put(m, shardings(m))))
         self._update = jax.jit(self._update_step, donate_argnums=(0, 1))
         self._apply = jax.jit(self._apply_gradients, donate_argnums=(0, 1))
         self._value_and_grad = jax.jit(jax.value_and_grad(self._loss))
@@ -187,6 +182,7 @@ class Trainer:
         else:
             check_batch(batch, self.train_config)
             loss, gradients = self._pipeline(self._params, *self._parts(batch, step))
+            gradients = self._whole(gradients)
         return loss.item(), export_parameters(self._joined(gradients))
 
     def validation_loss(self) -> float:
@@ -236,7 +232,7 @@ class Trainer:
         Raises:
             CheckpointError: see diptych.plans.checkpoint.write_checkpoint.
         """
-        arrays = export_arrays(self._joined(self._params), self._moments(self._joined))
+        arrays = export_arrays(self._joined(self._params), self._moments(lambda m: self._joined(self._whole(m))))
         checkpoint = Checkpoint(self.steps_taken, arrays, self._settings())
         return Path(on_first_rank(lambda: str(write_checkpoint(folder, checkpoint, keep))))
 
@@ -267,10 +263,13 @@ class Trainer:
         """
         checkpoint = read_on_all_ranks(path, partial(check_settings, settings=self._settings()), gather_texts)
         params, self._optimizer_state = import_arrays(
-            self._joined(self._params), self._moments(self._joined), checkpoint.arrays, checkpoint.step
+            self._joined(self._params),
+            self._moments(lambda m: self._joined(self._whole(m))),
+            checkpoint.arrays,
+            checkpoint.step,
         )
         self._params = self.offload.place(self._staged(params))
-        self._optimizer_state = self._counted(self._moments(self._staged))
+        self._optimizer_state = self._counted(self._moments(lambda m: self._own(self._staged(m))))
         self.steps_taken = checkpoint.step
         return checkpoint.step
 
@@ -336,8 +335,7 @@ class Trainer:
         Returns:
             New parameters, new optimizer state, and the norm of the gradients before clipping.
         """
-        counted = gradients if self._pipeline is None else self._pipeline.counted_once(gradients)
-        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(counted)))
+        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(self._counted_once(gradients))))
         if self.train_config.clip_grad > 0.0:
             scale = jnp.minimum(1.0, self.train_config.clip_grad / (norm + CLIP_EPSILON))
             gradients = jax.tree.map(lambda g: g * scale, gradients)
@@ -345,11 +343,53 @@ class Trainer:
         select = partial(jax.tree.map, partial(jnp.where, finite))  # a step that is not finite changes nothing
 
         def change(params: Any, state: optax.OptState, gradients: Any) -> tuple[Any, optax.OptState]:
-            updates, new_state = self._optimizer.update(gradients, state, params)
-            new_params = jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, params, updates)
-            return select(new_params, params), select(new_state, state)
+            own = self._own(params)
+            updates, new_state = self._optimizer.update(gradients, state)
+            decayed = jax.tree.map(
+                lambda u, p, decays: u + self.train_config.weight_decay * p if decays else u,
+                updates,
+                own,
+                self._decays(params),
+            )
+            new = select(jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, own, decayed), own)
+            return self._whole(new, params), select(new_state, state)
 
         return *self.offload.update(change, params, optimizer_state, gradients, resident or {}), norm
+
+    def _counted_once(self, gradients: Parameters) -> Parameters:
+        """Return gradients of which the norm has every entry once.
+
+        If several devices have the same, their shares are returned: squares are added up in one order, whether or not
+        the optimizer is distributed, and clipping does not differ by rounding.
+        """
+        step = self._pipeline
+        if step is None:
+            return gradients
+        if step.divides_gradients:
+            return step.counted_once(gradients, self._shapes)
+        counted = step.counted_once(gradients)
+        return step.shares.divide(counted) if step.shares.ranks > 1 else counted
+
+    def _own(self, params: Parameters) -> Parameters:
+        """Return what this device updates of any part of the parameters: all of it, or its shares."""
+        step = self._pipeline
+        return step.shares.divide(params) if step is not None and step.divides_gradients else params
+
+    def _whole(self, own: Parameters, shapes: Parameters | None = None) -> Parameters:
+        """Invert _own; ``shapes`` has the shapes of a part of the parameters."""
+        step = self._pipeline
+        if step is None or not step.divides_gradients:
+            return own
+        return step.shares.join(own, self._shapes if shapes is None else shapes)
+
+    def _initial_state(self) -> optax.OptState:
+        """Return the state of the optimizer before the first step, on the devices of the parameters."""
+        step = self._pipeline
+        if step is None:
+            return self._optimizer.init(self._params)
+        self._optimizer_state = self._optimizer.init(jax.jit(self._own)(self._params))
+        shardings = step.shares.shardings if step.divides_gradients else step.shardings
+        return self._counted(self._moments(lambda m: jax.device_put(m, shardings(m))))
 
     def _decays(self, params: Parameters) -> Parameters:
         """Return True for every parameter with weight decay, which its shape in the undivided model decides."""

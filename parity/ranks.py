@@ -17,16 +17,22 @@ from reference_torch.train import Trainer
 
 
 class RankTrainer:
-    """A trainer on each of ``model_parallel_size`` gloo ranks, with the methods of Trainer.
+    """A trainer on each of ``replicas * model_parallel_size`` gloo ranks, with the methods of Trainer.
+
+    Args:
+        config: configuration of the model.
+        train_config: configuration of the optimisation.
+        corpus: training and validation data.
+        replicas: number of replicas.
 
     Raises:
         RankError: a rank failed; the message has the output of all ranks.
     """
 
-    def __init__(self, config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> None:
+    def __init__(self, config: TransformerConfig, train_config: TrainConfig, corpus: Corpus, replicas: int = 1) -> None:
         self.config = config
         timeout = config.pipeline_timeout + 60.0  # ranks report late messages before this time-out
-        self._pool = RankPool(config.model_parallel_size, timeout, ("reference_torch.train",))
+        self._pool = RankPool(replicas * config.model_parallel_size, timeout, ("reference_torch.train",))
         self._pool.hold("parity.ranks:make_trainer", config, train_config, corpus)
 
     def __enter__(self) -> "RankTrainer":

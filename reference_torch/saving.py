@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from diptych.plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, recorded_model, split_arrays
 from diptych.plans.model.parameters import ParameterSpec, check_values
+from reference_torch.distributed_optimizer import DistributedAdamW
 from reference_torch.offload import host_value
 from reference_torch.transformer import GPTModel
 
@@ -51,13 +52,18 @@ def import_parameters(model: Model, values: Mapping[str, np.ndarray]) -> Model:
 
 
 def export_arrays(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
-    """Return parameters and both moments of AdamW, by prefixed canonical name; moments are 0 before the first step."""
+    """Return parameters and both moments of AdamW, by prefixed canonical name; moments are 0 before the first step.
+
+    With a DistributedAdamW, all of its ranks call this function, and each receives whole moments.
+    """
     arrays = {}
     for name, parameter in _named_parameters(model):
-        state = optimizer.state.get(parameter, {})
         arrays[MODEL + name] = _array(parameter)
-        arrays[FIRST_MOMENT + name] = _array(state.get("exp_avg", torch.zeros_like(parameter)))
-        arrays[SECOND_MOMENT + name] = _array(state.get("exp_avg_sq", torch.zeros_like(parameter)))
+        for prefix, key in ((FIRST_MOMENT, "exp_avg"), (SECOND_MOMENT, "exp_avg_sq")):
+            moment = optimizer.state.get(parameter, {}).get(key)
+            if isinstance(optimizer, DistributedAdamW):
+                moment = optimizer.whole(moment, parameter)
+            arrays[prefix + name] = _array(torch.zeros_like(parameter) if moment is None else moment)
     return arrays
 
 
@@ -86,11 +92,13 @@ def import_arrays(
     for name, parameter in _named_parameters(model):
         # torch.tensor always copies: the optimizer updates moments in place, and two stages of one process can have a
         # parameter of the same name, a tied embedding.
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(step), device=parameter.device),
-            "exp_avg": torch.tensor(first[name], device=parameter.device, dtype=parameter.dtype),
-            "exp_avg_sq": torch.tensor(second[name], device=parameter.device, dtype=parameter.dtype),
+        state = {
+            key: torch.tensor(values[name], device=parameter.device, dtype=parameter.dtype)
+            for key, values in (("exp_avg", first), ("exp_avg_sq", second))
         }
+        if isinstance(optimizer, DistributedAdamW):
+            state = {key: optimizer.own_share(moment).clone() for key, moment in state.items()}
+        optimizer.state[parameter] = {"step": torch.tensor(float(step), device=parameter.device), **state}
     _check_own_memory(model, optimizer)
     return model, optimizer
 

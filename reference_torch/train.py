@@ -8,7 +8,7 @@ and replica. The command for several processes takes the arguments of ``diptych 
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from diptych.plans.training import (
     learning_rate,
     microbatches,
 )
+from reference_torch.distributed_optimizer import DistributedAdamW, norms_of_shares
 from reference_torch.groups import (
     ProcessGroups,
     axis_size,
@@ -117,20 +118,29 @@ class Trainer:
             self._import_initial_values()
         self.model = self.stages[0]
         self.offload = offload_layers(self.stages, config)
-        parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
-        self._optimizer = torch.optim.AdamW(
-            [
-                {
-                    "params": [p for p in parameters if has_weight_decay(p.shape)],
-                    "weight_decay": train_config.weight_decay,
-                },
-                {"params": [p for p in parameters if not has_weight_decay(p.shape)], "weight_decay": 0.0},
-            ],
-            lr=train_config.lr,
-            betas=(train_config.adam_beta1, train_config.adam_beta2),
-            eps=train_config.adam_eps,
-            fused=True,
-        )
+        self._optimizer = self._make_optimizer([parameter for stage in self.stages for parameter in stage.parameters()])
+
+    def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Return AdamW, or DistributedAdamW if several ranks divide its state."""
+        train = self.train_config
+        groups = [
+            {"params": [p for p in parameters if has_weight_decay(p.shape)], "weight_decay": train.weight_decay},
+            {"params": [p for p in parameters if not has_weight_decay(p.shape)], "weight_decay": 0.0},
+        ]
+        settings: dict[str, Any] = {
+            "lr": train.lr,
+            "betas": (train.adam_beta1, train.adam_beta2),
+            "eps": train.adam_eps,
+        }
+        if self._is_distributed:
+            assert self._groups.with_same_stages is not None
+            return DistributedAdamW(groups, self._groups.with_same_stages, self.config.pipeline_timeout, **settings)
+        return torch.optim.AdamW(groups, **settings, fused=True)
+
+    @property
+    def _is_distributed(self) -> bool:
+        """True if ranks divide the state of the optimizer."""
+        return self.config.use_distributed_optimizer and self._groups.with_same_stages is not None
 
     @property
     def offload_statistics(self) -> dict[str, Any] | None:
@@ -173,7 +183,7 @@ class Trainer:
         check_finite(result)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        self.offload.step(self._optimizer)
+        self.offload.step(self._optimizer, is_per_parameter=self._is_distributed)
         self.steps_taken = step + 1
         return result._replace(seconds=time.perf_counter() - start)
 
@@ -198,7 +208,11 @@ class Trainer:
         gradients = {}
         for name, parameter in self._named_parameters().items():
             assert parameter.grad is not None, f"no gradient has reached {name}"
-            gradients[name] = parameter.grad.cpu().numpy().copy()
+            whole = parameter.grad
+            if self._is_distributed:  # each rank has the sums of its share, and 0 elsewhere
+                group = self._groups.with_same_stages
+                whole = sum_over(whole, group, "the gradients of a batch", self.config.pipeline_timeout)
+            gradients[name] = whole.cpu().numpy().copy()
         self._optimizer.zero_grad(set_to_none=True)
         return loss.item(), self._gather(gradients)
 
@@ -372,7 +386,7 @@ class Trainer:
         gradients = {name: p.grad for name, p in named.items() if name not in copies and p.grad is not None}
         splits = {name: self._specs[name].split for name in gradients}
         counted = counted_once(gradients, splits, self._tensor_parallel)
-        norm = torch.nn.utils.get_total_norm(counted).to(self.device, getattr(torch, self.config.params_dtype))
+        norm = self._norm_over_shares(counted)
         for group in (self._groups.tp, self._groups.pp):
             if group is not None:
                 norm = sum_over(norm**2, group, "the norm of the gradients", self.config.pipeline_timeout) ** 0.5
@@ -380,6 +394,19 @@ class Trainer:
             all_parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
             torch.nn.utils.clip_grads_with_norm_(all_parameters, self.train_config.clip_grad, norm)
         return norm
+
+    def _norm_over_shares(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of this rank's gradients, which ranks with the same stages have or share."""
+        group = self._groups.with_same_stages
+        count = 1 if group is None else group.size()
+        own = dist.get_rank(group) if self._is_distributed else None
+        norms = torch.stack(norms_of_shares(gradients, count, own))
+        norms = norms.to(self.device, getattr(torch, self.config.params_dtype))
+        if self._is_distributed:
+            alone = norms.new_zeros(count)
+            alone[own] = norms[0]
+            norms = sum_over(alone, group, "the norm of the gradients", self.config.pipeline_timeout)
+        return norms[0] if count == 1 else torch.linalg.vector_norm(norms)
 
 
 def check_mesh(config: TransformerConfig, mesh: DeviceMesh | None) -> None:

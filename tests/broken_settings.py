@@ -480,6 +480,10 @@ BROKEN = {
     (TrainConfig, "weight_decay"): ({"weight_decay": -0.1}, r"weight_decay: .*\[0, inf\)"),
     (TrainConfig, "clip_grad"): ({"clip_grad": float("inf")}, r"clip_grad: .*\[0, inf\), got inf"),
     (TrainConfig, "eval_interval"): ({"eval_interval": -1}, r"eval_interval: .* >= 0, got -1"),
+    (TransformerConfig, "use_distributed_optimizer"): (
+        {"use_distributed_optimizer": "yes"},
+        r"use_distributed_optimizer: expected True or False, got 'yes'",
+    ),
     (TransformerConfig, "enable_tensor_offload"): (
         {"enable_tensor_offload": 1},
         r"enable_tensor_offload: expected True or False, got 1",

@@ -44,6 +44,7 @@ _EXECUTION = frozenset(
         "cp_attention_layout",
         "tensor_model_parallel_size",
         "sequence_parallel",
+        "use_distributed_optimizer",
         "fp8",
     }
 )

@@ -40,7 +40,13 @@ def by_pmap(local: Callable, mesh: Mesh) -> Any:
     return run_and_gather
 
 
-def by_shard_map(local: Callable, mesh: Mesh, batch_specs: Any, collected_specs: PartitionSpec | None = None) -> Any:
+def by_shard_map(
+    local: Callable,
+    mesh: Mesh,
+    batch_specs: Any,
+    collected_specs: PartitionSpec | None = None,
+    gradient_specs: StagedParameters | None = None,
+) -> Any:
     """Run a function by jax.shard_map, which can also divide the data.
 
     Args:
@@ -48,32 +54,33 @@ def by_shard_map(local: Callable, mesh: Mesh, batch_specs: Any, collected_specs:
         mesh: mesh with the axis of the pipeline and others that divide the data.
         batch_specs: which axis of the mesh divides which axis of the batch.
         collected_specs: the same for what the last stage collected; None: it is equal on every device.
+        gradient_specs: the same for gradients; None: they are staged as the parameters.
     """
     collected_specs = PartitionSpec() if collected_specs is None else collected_specs
-    params: Any = _specs(mesh)
+    params: Any = staged_specs(mesh)
 
     def squeezed(params: StagedParameters, batch: Any) -> tuple[Any, StagedParameters]:
-        collected, gradients = local(_with_rank_axes(params, mesh, lambda x: x[0]), batch)
-        return collected, _with_rank_axes(gradients, mesh, lambda x: x[None])
+        collected, gradients = local(with_rank_axes(params, mesh, lambda x: x[0]), batch)
+        return collected, with_rank_axes(gradients, mesh, lambda x: x[None])
 
-    specs: Any = {"in_specs": (params, batch_specs), "out_specs": (collected_specs, params)}
+    specs: Any = {"in_specs": (params, batch_specs), "out_specs": (collected_specs, gradient_specs or params)}
     return jax.jit(jax.shard_map(squeezed, mesh=mesh, **specs))
 
 
 def shardings_of(staged: StagedParameters, mesh: Mesh) -> StagedParameters:
     """Return the sharding of every leaf of a staged tree."""
-    layers, ends = (NamedSharding(mesh, spec) for spec in _specs(mesh))
+    layers, ends = (NamedSharding(mesh, spec) for spec in staged_specs(mesh))
     return StagedParameters(jax.tree.map(lambda _: layers, staged.layers), jax.tree.map(lambda _: ends, staged.ends))
 
 
-def _specs(mesh: Mesh) -> StagedParameters:
+def staged_specs(mesh: Mesh) -> StagedParameters:
     """Return which axes of a mesh divide the first axis of staged parameters."""
     if TENSOR_AXIS in mesh.axis_names:
         return StagedParameters(PartitionSpec((PIPELINE_AXIS, TENSOR_AXIS)), PartitionSpec(TENSOR_AXIS))
     return StagedParameters(PartitionSpec(PIPELINE_AXIS), PartitionSpec())
 
 
-def _with_rank_axes(staged: StagedParameters, mesh: Mesh, change: Callable[[Array], Array]) -> StagedParameters:
+def with_rank_axes(staged: StagedParameters, mesh: Mesh, change: Callable[[Any], Any]) -> StagedParameters:
     """Change the leaves that have a first axis of ranks."""
     ends = jax.tree.map(change, staged.ends) if TENSOR_AXIS in mesh.axis_names else staged.ends
     return StagedParameters(jax.tree.map(change, staged.layers), ends)

@@ -75,8 +75,8 @@ class StepResult(NamedTuple):
     collected: Any
     """Losses of the microbatches [m], or what the last stage returned, with leaves [m, ...]; equal on every rank."""
     gradients: StagedParameters
-    """Gradients staged as the parameters, with those of the ends equal on every rank; without leaves if the schedule is
-    forward only."""
+    """Gradients of this replica and context rank, staged as the parameters, with those of the ends equal on every
+    pipeline rank; without leaves if the schedule is forward only."""
     stage_state: Any
     """Values of the rank that forwards change."""
 
@@ -91,7 +91,9 @@ def run_lockstep(
     moved: Moved,
     stage_state: Any = (),
 ) -> StepResult:
-    """Return the losses of the microbatches and the gradients of their mean; all ranks run this function.
+    """Return the losses of the microbatches and the gradients of this rank; all ranks run this function.
+
+    The caller takes the mean of the gradients over replicas and context ranks.
 
     Args:
         stages: the stages of the model.
@@ -112,11 +114,9 @@ def run_lockstep(
     collected, ends = jax.tree.map(_total, (state.collected, state.sums.ends))
     result = StepResult(collected, state.sums._replace(ends=ends), state.stage_state)
     replica_axes = tuple(axis for axis in (DATA_AXIS, CONTEXT_AXIS) if axis in axes)
-    if not replica_axes:
-        return result
-    if stages.collects_losses:
+    if replica_axes and stages.collects_losses:
         result = result._replace(collected=lax.pmean(collected, replica_axes))
-    return result._replace(gradients=lax.pmean(result.gradients, replica_axes))
+    return result
 
 
 def _total(x: Array) -> Array:

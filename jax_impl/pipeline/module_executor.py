@@ -309,10 +309,11 @@ class PipelineExecutor:
         params = StagedParameters(packed, params.ends)
         result = run_lockstep(stages, table, keep, axes, params, batch, Moved(), state)
         state = result.stage_state
+        gradients = result.gradients
         if DATA_AXIS in axes:
             state = jax.tree.map(_mean_of_replicas, state)
-        gradients = result.gradients._replace(layers=(result.gradients.layers, state))
-        return result.collected, gradients
+            gradients = jax.lax.pmean(gradients, DATA_AXIS)
+        return result.collected, gradients._replace(layers=(gradients.layers, state))
 
     def _check_state(self, changed: list[str], has_state: bool) -> None:
         """Check that the state of stages that change it is given and can be saved for backward."""

@@ -1,7 +1,6 @@
 """The step of a pipeline on a JAX backend (pmap or shard_map), and the staging and joining of its parameters."""
 
 import os
-from functools import partial
 from typing import Any, cast
 
 import jax
@@ -21,6 +20,7 @@ from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.lockstep import KEEPS, Keep, LockstepTable, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
+from jax_impl.distributed_optimizer import OptimizerShares
 from jax_impl.offload import Moved
 from jax_impl.pipeline.backends import BACKENDS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
 from jax_impl.pipeline.executor import run_lockstep
@@ -99,8 +99,10 @@ class PipelineStep:
         schedule = schedule_for(config, min_microbatches)  # for the ranks of stages, which do not depend on m
         self.stages = divide_model(type(model), config, schedule, training)
         self.table(min_microbatches)  # raises an error if the schedule does not support these slots
-        by_backend = by_pmap if backend == "pmap" else partial(by_shard_map, batch_specs=_batch_specs(mesh))
-        self._run = by_backend(self._local, mesh)
+        self.shares = OptimizerShares(mesh)
+        """Shares of a distributed optimizer: of the gradients, with use_distributed_optimizer."""
+        self.divides_gradients = config.use_distributed_optimizer and self.shares.ranks > 1 and not forward_only
+        self._run = self._by_backend()
 
     def __call__(
         self,
@@ -123,6 +125,7 @@ class PipelineStep:
 
         Returns:
             Loss in nats per token and gradients staged as params; if forward only, the losses of the microbatches [m].
+            With use_distributed_optimizer, several devices with the same parameters have the shares of the gradients.
 
         Raises:
             ValueError: the shapes do not match each other, the mesh or the schedule.
@@ -159,13 +162,19 @@ class PipelineStep:
         ]
         return StagedParameters(shapes[0].layers, shapes[1].ends)
 
-    def counted_once(self, gradients: StagedParameters) -> StagedParameters:
-        """Return staged gradients with zeros where another rank has the same entry, for sums over all ranks."""
+    def counted_once(self, gradients: StagedParameters, shapes: StagedParameters | None = None) -> StagedParameters:
+        """Return gradients with zeros where another rank has the same entry, for sums over all ranks.
+
+        Args:
+            gradients: staged gradients, or their shares.
+            shapes: shapes of the staged gradients, if gradients are shares.
+        """
         if self.config.tensor_model_parallel_size == 1:
             return gradients
-        return jax.tree.map(
-            lambda g, share: g * share.astype(g.dtype), gradients, self.stages.shares_counted(gradients)
-        )
+        counts = self.stages.shares_counted(gradients if shapes is None else shapes)
+        if shapes is not None:
+            counts = self.shares.divide(jax.tree.map(lambda n, g: jnp.broadcast_to(n, g.shape), counts, shapes))
+        return jax.tree.map(lambda g, count: g * count.astype(g.dtype), gradients, counts)
 
     def table(self, num_microbatches: int) -> LockstepTable:
         """Return the compiled table for a number of microbatches."""
@@ -191,7 +200,17 @@ class PipelineStep:
             losses, gradients = run_lockstep(self.stages, table, self.keep, axes, params, batch, self.moved)[:2]
         if TENSOR_AXIS in axes:
             losses = lax.pmean(losses, TENSOR_AXIS)  # all of these ranks have the same
-        return losses, self.stages.sum_over_tensor_parallel(gradients)
+        gradients = self.stages.sum_over_tensor_parallel(gradients)
+        if self.divides_gradients:
+            return losses, self.shares.mean_of_shares(gradients)
+        return losses, lax.pmean(gradients, self.shares.axes) if self.shares.axes else gradients
+
+    def _by_backend(self) -> Any:
+        """Return the function that runs a step on all devices."""
+        if self.backend == "pmap":
+            return by_pmap(self._local, self.mesh)
+        divided = self.shares.specs if self.divides_gradients else None
+        return by_shard_map(self._local, self.mesh, _batch_specs(self.mesh), gradient_specs=divided)
 
     def _batch(
         self, tokens: Any, targets: Any, step: int | Array = 0, samples: Any = None, document_starts: Any = None

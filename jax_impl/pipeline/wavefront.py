@@ -46,7 +46,7 @@ def run_wavefront(
         gradients, losses = jax.grad(mean_of, has_aux=True)(params)
     losses, ends = lax.psum((losses, gradients.ends), PIPELINE_AXIS)
     replica_axes = tuple(axis for axis in (DATA_AXIS, CONTEXT_AXIS) if axis in axes)
-    return lax.pmean((losses, gradients._replace(ends=ends)), replica_axes)
+    return lax.pmean(losses, replica_axes), gradients._replace(ends=ends)
 
 
 def _checkpoint(stages: Stages, keep: Keep) -> Any:

@@ -1,7 +1,10 @@
-"""Reduction of gradients at the end of a step, over all ranks with a copy of the parameters."""
+"""Reduction of gradients at the end of a step, over all ranks with a copy of the parameters.
+
+With ``use_distributed_optimizer`` a rank receives the sums of its own shares only; its other gradients become 0.
+"""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,38 +15,53 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.tensor_parallel import whole_splits
+from reference_torch.distributed_optimizer import copy_from_rows, join_by_rank
 from reference_torch.groups import ProcessGroups, wait_for
 from reference_torch.tensor_parallel import TensorParallel, sum_repeated
 
 
 class GradientSums:
-    """All-reduces of the gradients of stages, each started as soon as the gradients are complete.
+    """Sums of the gradients of stages, each started as soon as the gradients are complete.
+
+    Gradients of which tensor-parallel ranks have parts are summed over these ranks first, because a share has other
+    entries of a parameter on each of them.
 
     Args:
-        group: ranks with the same stages, i.e. replicas and context ranks; None: there is one.
-        timeout: seconds that a sum may take.
+        groups: process groups of this rank.
+        config: configuration of the model.
         models: stages of this rank. A shared parameter is summed with the last of its stages.
     """
 
-    def __init__(self, group: ProcessGroup | None, timeout: float, models: Sequence[nn.Module]) -> None:
-        self._group = group
-        self._timeout = timeout
+    def __init__(self, groups: ProcessGroups, config: TransformerConfig, models: Sequence[nn.Module]) -> None:
+        self._groups = groups
+        self._group = groups.with_same_stages
+        self._config = config
         self._stages_remaining = Counter(parameter for model in models for parameter in model.parameters())
         self._pending: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
 
     def start(self, model: nn.Module) -> None:
         """Start to sum the gradients of a stage whose last backward has ended."""
+        self._stages_remaining.subtract(model.parameters())
+        complete = {
+            name: _gradient(parameter)
+            for name, parameter in model.named_parameters()
+            if not self._stages_remaining[parameter] and parameter.requires_grad
+        }
+        _sum_over_tensor_parallel(complete, self._config, self._groups)
         if self._group is None:
             return
-        self._stages_remaining.subtract(model.parameters())
-        complete = [parameter for parameter in model.parameters() if not self._stages_remaining[parameter]]
-        gradients = [_gradient(parameter) for parameter in complete if parameter.requires_grad]
+        gradients = [*complete.values()]
         for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
             same_dtype = [gradient for gradient in gradients if gradient.dtype == dtype]
-            flat = torch.cat([gradient.flatten() for gradient in same_dtype])
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            rows = join_by_rank(same_dtype, self._group.size())
+            received = rows
+            if self._config.use_distributed_optimizer:
+                received = rows.new_empty(rows.shape[1])
+                work = dist.reduce_scatter_tensor(received, rows.flatten(), group=self._group, async_op=True)
+            else:
+                work = dist.all_reduce(rows, group=self._group, async_op=True)
             assert work is not None, "this rank is one of the replicas"
-            self._pending.append((work, flat, same_dtype))
+            self._pending.append((work, received, same_dtype))
 
     def finish(self) -> None:
         """Wait for the sums and copy them into the gradients.
@@ -51,11 +69,14 @@ class GradientSums:
         Raises:
             PipelineError: a replica did not take part in a sum in time.
         """
-        for work, flat, gradients in self._pending:
-            wait_for(work, "the sum of gradients over replicas", self._timeout)
-            parts = flat.split([gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+        for work, received, gradients in self._pending:
+            wait_for(work, "the sum of gradients over replicas", self._config.pipeline_timeout)
+            assert self._group is not None, "only a group has sums"
+            if received.dim() == 1:
+                rows = received.new_zeros(self._group.size(), len(received))
+                rows[dist.get_rank(self._group)] = received
+                received = rows
+            copy_from_rows(received, gradients)
         self._pending = []
 
 
@@ -64,9 +85,9 @@ def finalize_model_grads(
 ) -> None:
     """Turn gradients that are summed over replicas into gradients of the step's loss.
 
-    The gradients of the two copies of a tied embedding are summed, and so are those of which tensor-parallel ranks have
-    parts. Then all gradients are divided by the number of replicas and context ranks, whose losses are means of equally
-    many tokens, or with ``calculate_per_token_loss`` by the number of tokens of the whole step.
+    The gradients of the two copies of a tied embedding are summed. Then all gradients are divided by the number of
+    replicas and context ranks, whose losses are means of equally many tokens, or with ``calculate_per_token_loss`` by
+    the number of tokens of the whole step.
 
     Args:
         models: stages of this rank.
@@ -79,7 +100,6 @@ def finalize_model_grads(
     """
     timeout = config.pipeline_timeout
     _sum_tied([_gradient(tied) for model in models if (tied := tied_copy(model)) is not None], groups, timeout)
-    _sum_over_tensor_parallel(models, config, groups)
     divisor: float | Tensor = float(groups.dp_size * groups.cp_size)
     if config.calculate_per_token_loss:
         device = next((parameter.device for model in models for parameter in model.parameters()), num_tokens.device)
@@ -102,14 +122,15 @@ def _sum_tied(gradients: Sequence[Tensor], groups: ProcessGroups, timeout: float
         _sum_over(gradients[0], groups.embedding, "the sum of a tied embedding's gradients", timeout)
 
 
-def _sum_over_tensor_parallel(models: Sequence[nn.Module], config: TransformerConfig, groups: ProcessGroups) -> None:
-    """Sum the gradients of which every tensor-parallel rank has a part."""
+def _sum_over_tensor_parallel(
+    gradients: Mapping[str, Tensor], config: TransformerConfig, groups: ProcessGroups
+) -> None:
+    """Sum gradients, given by canonical name, of which every tensor-parallel rank has a part."""
     if groups.tp is None:
         return
     splits = whole_splits(parameter_specs(undivided(config)))
     ranks = TensorParallel(groups.tp, config.sequence_parallel, config.pipeline_timeout)
-    for model in models:
-        sum_repeated({name: _gradient(parameter) for name, parameter in model.named_parameters()}, splits, ranks)
+    sum_repeated(gradients, splits, ranks)
 
 
 def remove_earlier_gradients(models: Sequence[nn.Module]) -> Sequence[tuple[Tensor, Tensor]]:

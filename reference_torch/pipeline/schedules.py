@@ -260,7 +260,7 @@ def _run(
     groups = groups or ProcessGroups()
     step_communicator = _make_communicator(config, groups, models) if communicator is None else None
     communicator = communicator or step_communicator
-    sums = GradientSums(groups.with_same_stages, config.pipeline_timeout, models)
+    sums = GradientSums(groups, config, models)
     inputs = StepInputs(forward_step_func, iterators, models, config, shapes, collect_non_loss_data)
     stages = ForwardStepStages(schedule, 0 if communicator is None else communicator.rank, inputs, sums)
     executor = Executor(schedule, stages, communicator, trace, config.overlap_p2p_comm)

@@ -239,6 +239,9 @@ class TransformerConfig:
     sequence_parallel: bool = False
     """Divide the tokens, too, among the ranks of tensor parallelism where their layers compute token by token: norms,
     dropout, residual streams and hyper-connections."""
+    use_distributed_optimizer: bool = False
+    """Divide the optimizer's state among all ranks with the same parameters; each updates its share and sends it to the
+    others. Of the gradients that a step leaves, a rank's share alone is summed."""
     fp8: bool = False
     """Use products of 8-bit floats; only False is supported (out of scope)."""
 
@@ -550,6 +553,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     *CONTEXT_RULES,
     *TENSOR_RULES,
     *RECOMPUTE_RULES,
+    flag("use_distributed_optimizer"),
     flag("enable_tensor_offload"),
     flag("tensor_offload_pin_memory"),
     count("tensor_offload_num_prefetch_layers", least=0),

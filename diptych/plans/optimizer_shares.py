@@ -1,0 +1,51 @@
+"""The distributed optimizer: which entries of a parameter a rank updates, and the order in which norms are summed.
+
+All ranks with the same parameters, replicas as well as context ranks, divide the state of the optimizer among them. A
+step sums the gradients and gives every rank the sum of its own share (a reduce-scatter). The rank updates that share of
+the parameter, and receives the others (an all-gather). Gradients and parameters stay whole.
+
+Reference: Rajbhandari et al., arXiv 1910.02054, section 5.1 (stage 1 of ZeRO).
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+SHARE_MULTIPLE = 16
+"""A share begins at a multiple of this number of entries, so that vector instructions divide its entries among them as
+they divide those of a whole parameter; otherwise the results differ by rounding."""
+
+
+def share_size(entries: int, ranks: int) -> int:
+    """Return the number of entries of a share; the last ranks may have fewer.
+
+    Args:
+        entries: number of entries of a parameter.
+        ranks: ranks that divide it.
+    """
+    if ranks == 1:
+        return entries
+    return SHARE_MULTIPLE * -(-entries // (SHARE_MULTIPLE * ranks))
+
+
+def own_share(entries: int, ranks: int, rank: int) -> slice:
+    """Return the entries of a rank's share, in the order of the flattened parameter; it may be empty.
+
+    Args:
+        entries: number of entries of a parameter.
+        ranks: ranks that divide it.
+        rank: number of the rank.
+    """
+    size = share_size(entries, ranks)
+    return slice(min(entries, rank * size), min(entries, (rank + 1) * size))
+
+
+def join_shares(shares: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Return the whole array of the shares of all ranks, in the order of the ranks.
+
+    Args:
+        shares: flat shares; the last ones may be padded.
+        shape: shape of the whole array.
+    """
+    return np.concatenate(shares)[: math.prod(shape)].reshape(shape)

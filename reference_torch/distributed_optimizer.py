@@ -1,0 +1,165 @@
+"""The distributed optimizer in PyTorch: AdamW whose state the ranks with the same parameters divide among them.
+
+diptych/plans/optimizer_shares.py defines the shares. Ranks exchange one buffer for the parameters of a stage, in which
+the shares of a rank are side by side: [ranks, entries of the shares].
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim.adamw import adamw
+
+from diptych.plans.optimizer_shares import own_share, share_size
+from reference_torch.groups import wait_for
+
+
+def join_by_rank(tensors: Sequence[Tensor], ranks: int) -> Tensor:
+    """Return the entries of tensors of one dtype by the rank whose share they are, padded with zeros.
+
+    Args:
+        tensors: gradients or parameters; at least one.
+        ranks: ranks that divide them.
+
+    Returns:
+        [ranks, sum of the share sizes]
+    """
+    sizes = [share_size(tensor.numel(), ranks) for tensor in tensors]
+    joined = tensors[0].new_zeros(ranks, sum(sizes))
+    for tensor, rows in zip(tensors, joined.split(sizes, dim=1), strict=True):
+        for rank in range(ranks):
+            share = tensor.flatten()[own_share(tensor.numel(), ranks, rank)]
+            rows[rank, : len(share)] = share
+    return joined
+
+
+def copy_from_rows(joined: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Overwrite tensors with the entries that join_by_rank returned.
+
+    Args:
+        joined: [ranks, sum of the share sizes]
+        tensors: as in join_by_rank.
+    """
+    ranks = len(joined)
+    sizes = [share_size(tensor.numel(), ranks) for tensor in tensors]
+    for tensor, rows in zip(tensors, joined.split(sizes, dim=1), strict=True):
+        tensor.copy_(rows.flatten()[: tensor.numel()].view_as(tensor))
+
+
+def norms_of_shares(tensors: Iterable[Tensor], ranks: int, only: int | None = None) -> list[Tensor]:
+    """Return the 2-norm of every rank's shares of tensors, in the order of the ranks.
+
+    Both optimizers add up the squares of these norms. Without this order, clipping would differ by rounding.
+
+    Args:
+        tensors: gradients.
+        ranks: ranks that divide them.
+        only: the rank whose norm is returned; None: all of them.
+    """
+    flat = [tensor.flatten() for tensor in tensors]
+    chosen = range(ranks) if only is None else [only]
+    return [torch.nn.utils.get_total_norm([x[own_share(len(x), ranks, rank)] for x in flat]) for rank in chosen]
+
+
+class DistributedAdamW(torch.optim.Optimizer):
+    """AdamW, of which every rank keeps the state of its share and updates that; results equal those of AdamW.
+
+    Gradients are whole tensors, of which only the rank's share is read.
+
+    Args:
+        params: as in torch.optim.AdamW.
+        group: the ranks with the same parameters. All call ``step`` with the same parameters in the same order.
+        timeout: seconds to wait for the other ranks.
+        defaults: lr, betas, eps and weight_decay, as in torch.optim.AdamW.
+    """
+
+    def __init__(self, params: Any, group: ProcessGroup, timeout: float, **defaults: Any) -> None:
+        super().__init__(params, defaults)
+        self._group = group
+        self._timeout = timeout
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that divide the state."""
+        return self._group.size()
+
+    def own_share(self, x: Tensor) -> Tensor:
+        """Return the flat share of this rank, a view of a contiguous tensor."""
+        return x.view(-1)[own_share(x.numel(), self.ranks, dist.get_rank(self._group))]
+
+    def whole(self, share: Tensor | None, parameter: Tensor) -> Tensor:
+        """Return the shares of all ranks as a tensor of the shape of their parameter; every rank calls this.
+
+        Args:
+            share: share of this rank, which may be on the host; None: zeros.
+            parameter: gives shape, dtype and device.
+        """
+        own = torch.zeros(share_size(parameter.numel(), self.ranks), dtype=parameter.dtype, device=parameter.device)
+        if share is not None:
+            own[: len(share)] = share
+        rows = own.new_empty(self.ranks * len(own))
+        work = dist.all_gather_into_tensor(rows, own, group=self._group, async_op=True)
+        wait_for(work, "the optimizer's state of other ranks", self._timeout)
+        return rows[: parameter.numel()].view(parameter.shape)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update this rank's shares, and receive those of the other ranks.
+
+        Args:
+            closure: None; it is there because all optimizers have it.
+
+        Raises:
+            PipelineError: a rank did not take part in time.
+        """
+        assert closure is None, "a closure would be called on shares"
+        changed = []
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            changed += parameters
+            shares = [(p, self.own_share(p.detach()), self.own_share(p.grad.contiguous())) for p in parameters]
+            self._update(group, [each for each in shares if len(each[1])])
+        for dtype in dict.fromkeys(p.dtype for p in changed):
+            self._receive([p for p in changed if p.dtype == dtype])
+
+    def _update(self, group: dict[str, Any], shares: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Update shares in place, given as (parameter, its share, the share of its gradient)."""
+        for parameter, share, _ in shares:
+            if parameter not in self.state:
+                self.state[parameter] = {
+                    "step": torch.zeros((), device=share.device),
+                    "exp_avg": torch.zeros_like(share),
+                    "exp_avg_sq": torch.zeros_like(share),
+                }
+        states = [self.state[parameter] for parameter, *_ in shares]
+        adamw(
+            [share for _, share, _ in shares],
+            [gradient for *_, gradient in shares],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _receive(self, parameters: list[Tensor]) -> None:
+        """Overwrite the shares of other ranks with what they have computed."""
+        sizes = [share_size(p.numel(), self.ranks) for p in parameters]
+        own = parameters[0].new_zeros(sum(sizes))
+        for parameter, part in zip(parameters, own.split(sizes), strict=True):
+            share = self.own_share(parameter.detach())
+            part[: len(share)] = share
+        rows = own.new_empty(self.ranks * len(own))
+        work = dist.all_gather_into_tensor(rows, own, group=self._group, async_op=True)
+        wait_for(work, "the parameters that other ranks have updated", self._timeout)
+        copy_from_rows(rows.view(self.ranks, -1), [parameter.detach() for parameter in parameters])

@@ -1,0 +1,113 @@
+"""Training with a distributed optimizer is training with a whole one, to the bit, in losses, parameters and moments."""
+
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diptych.plans.checkpoint import read_checkpoint
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.mesh import undivided
+from parity.compare import relative_difference
+from parity.ranks import RankTrainer
+from reference_torch.train import Trainer
+from tests.backends import rounds, tiny_corpus
+from tests.tensor_parallel.test_training import CONFIG as DIVIDED
+from tests.tensor_parallel.test_training import HYPER, OFFLOAD, PLAIN, TOKENS, TRAIN
+
+ROOT = Path(__file__).parents[2]
+ROUNDS = 3
+"""Rounds of random numbers in JAX; ten take half its compiling."""
+CONFIG = replace(DIVIDED, tensor_model_parallel_size=1, use_distributed_optimizer=True)
+RANKS = {"tensor_model_parallel_size": 2, "num_query_groups": 1}
+"""Both ranks hold the same head of keys and values."""
+STAGES = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|ttL"}
+CUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "two replicas": (2, {}),
+    "three replicas": (3, {"untie_embeddings_and_output_weights": True}),
+    "four replicas, no clipping": (4, {}),
+    "context": (1, {"context_parallel_size": 2}),
+    "replicas, context": (2, {"context_parallel_size": 2, **HYPER}),
+    "replicas of stages": (2, STAGES),
+    "replicas of stages on one rank": (
+        2,
+        {
+            **STAGES,
+            "pipeline_schedule": "v-half",
+            "virtual_pipeline_model_parallel_size": 2,
+            "num_layers": 4,
+            "layer_pattern": "attention,gdn,kda,gdn",
+            "pipeline_model_parallel_layout": None,
+        },
+    ),
+    "replicas of ranks": (2, {**RANKS, **TOKENS}),
+    "replicas of ranks and stages": (2, {**RANKS, **STAGES, **HYPER}),
+    "replicas, offload": (2, OFFLOAD),
+    "replicas of stages, offload": (2, {**STAGES, **TOKENS, **RANKS, **OFFLOAD}),
+}
+"""Number of replicas, and settings."""
+DAILY = ("three replicas", "replicas of ranks and stages")
+
+
+def settings(cut: str) -> tuple[int, TransformerConfig, TrainConfig]:
+    replicas, changes = CUTS[cut]
+    train = replace(
+        TRAIN,
+        global_batch_size=2 * replicas,
+        micro_batch_size=1 if "stages" in cut else None,
+        clip_grad=0.0 if "no clipping" in cut else 0.3,
+    )
+    return replicas, replace(CONFIG, **changes), train
+
+
+def results_of(trainer: Any, train: TrainConfig, folder: Path) -> dict[str, np.ndarray]:
+    """What three steps report and leave, by name."""
+    batch = tiny_corpus().batch(5, train.global_batch_size, CONFIG.seq_length)
+    loss, gradients = trainer.loss_and_gradients(batch, 5)
+    results = [trainer.train_step(step) for step in range(3)]
+    path = trainer.save(folder)
+    validation = trainer.validation_loss()
+    reported = {"losses": [loss, *(r.loss for r in results), validation], "norms": [r.grad_norm for r in results]}
+    named = {f"gradient of {name}": value for name, value in gradients.items()}
+    return {name: np.array(value) for name, value in reported.items()} | named | read_checkpoint(path).arrays
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("cut", [pytest.param(cut, marks=() if cut in DAILY else pytest.mark.slow) for cut in CUTS])
+def test_s2_torch_trains_as_with_a_whole_optimizer(cut, tmp_path):
+    replicas, config, train = settings(cut)
+    found = []
+    for shared in (True, False):
+        own = replace(config, use_distributed_optimizer=shared)
+        with RankTrainer(own, train, tiny_corpus(), replicas) as trainer:
+            found.append(results_of(trainer, train, tmp_path / str(shared)))
+    alone = undivided(replace(config, **PLAIN))
+    check(found, results_of(Trainer(alone, train, tiny_corpus(), device="cpu"), train, tmp_path / "alone"), train)
+
+
+def check(found: list[dict[str, np.ndarray]], expected: dict[str, np.ndarray], train: TrainConfig) -> None:
+    """Results with shares are those with a whole optimizer, and up to rounding those of one process."""
+    shared, whole = found
+    assert shared.keys() == whole.keys() == expected.keys()
+    assert [name for name in whole if not np.array_equal(shared[name], whole[name])] == []
+    assert not train.clip_grad or (shared["norms"] > train.clip_grad).all()
+    differences = {name: relative_difference(shared[name], expected[name]) for name in expected}
+    assert {name: value for name, value in differences.items() if value > 1e-9} == {}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("cut", [pytest.param(cut, marks=() if cut in DAILY else pytest.mark.slow) for cut in CUTS])
+def test_s2_jax_trains_as_with_a_whole_optimizer(cut, tmp_path):
+    _, config, train = settings(cut)
+    child = [sys.executable, "-m", "tests.distributed_optimizer.training_child", str(tmp_path), cut]
+    done = subprocess.run(child, capture_output=True, text=True, timeout=580, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with rounds(ROUNDS):
+        trainer = Trainer(undivided(replace(config, **PLAIN)), train, tiny_corpus(), device="cpu")
+        expected = results_of(trainer, train, tmp_path / "alone")
+    check(pickle.loads((tmp_path / cut).read_bytes()), expected, train)
