@@ -138,10 +138,13 @@ class TensorParallel:
         return jnp.where(known.all(), loss, jnp.nan)
 
     def gather_logits(self, logits: Float[Array, "b t v"]) -> Float[Array, "b t v2"]:
-        """Return the logits of all token ids, [B, T, V], from those of this rank's, [B, T, V / n]."""
+        """Return the logits of all token ids, [B, T, V], from those of this rank's, [B, T, V / n].
+
+        All ranks compute the same from them, so that each keeps its part of the gradient.
+        """
         if self.size == 1:
             return logits
-        return jnp.moveaxis(_gather(self, jnp.moveaxis(logits, -1, TOKENS)), TOKENS, -1)
+        return jnp.moveaxis(_gather_for_all(self, jnp.moveaxis(logits, -1, TOKENS)), TOKENS, -1)
 
     def mean(self, x: Float[Array, "b t"]) -> Float[Array, ""]:
         """Return the mean over all tokens of values between regions, [B, T] or [B, T / n]."""
@@ -223,6 +226,12 @@ def _scattered(among: TensorParallel, x: Array) -> Array:
     return lax.psum_scatter(x, among.axis, scatter_dimension=TOKENS, tiled=True)
 
 
+def _own_part(among: TensorParallel, x: Array) -> Array:
+    """Return this rank's tokens of values that all ranks have."""
+    count = x.shape[TOKENS] // among.size
+    return lax.dynamic_slice_in_dim(x, among.rank * count, count, TOKENS)
+
+
 def _unchanged(among: TensorParallel, x: Array) -> Array:
     """Return the input."""
     del among
@@ -239,6 +248,7 @@ def _exchange(
 
 
 _gather = _exchange(_gathered, _scattered)
+_gather_for_all = _exchange(_gathered, _own_part)
 _scatter = _exchange(_scattered, _gathered)
 _sum = _exchange(_total, _unchanged)
 _sum_of_gradients = _exchange(_unchanged, _total)

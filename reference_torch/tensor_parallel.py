@@ -13,7 +13,7 @@ The cross entropy of logits that are divided by token ids exchanges three number
 Reference: Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -70,8 +70,7 @@ class TensorParallel(NamedTuple):
         """
         if self.size == 1:
             return x
-        exchange = _Gather if self.sequence_parallel else _SumOfGradients
-        return name_value(exchange.apply(x, self), "region_input")
+        return name_value((_gather if self.sequence_parallel else _sum_of_gradients)(x, self), "region_input")
 
     def leave(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t2 d"]:
         """Return the sum over ranks of the outputs of a region, of this rank's tokens with sequence parallelism.
@@ -84,7 +83,7 @@ class TensorParallel(NamedTuple):
         """
         if self.size == 1:
             return x
-        return name_value((_Scatter if self.sequence_parallel else _Sum).apply(x, self), "region_output")
+        return name_value((_scatter if self.sequence_parallel else _sum)(x, self), "region_output")
 
     def own_tokens(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of values [B, T, ...] between regions, a view."""
@@ -92,6 +91,17 @@ class TensorParallel(NamedTuple):
             return x
         count = x.shape[TOKENS] // self.size
         return x.narrow(TOKENS, self.rank * count, count)
+
+    def for_own_share(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """Return the input of what all ranks compute equally, and of which own_share returns each rank's part.
+
+        Args:
+            x: with sequence parallelism, values in a region; without, the values before it. [B, T, D]
+
+        Returns:
+            The same; without sequence parallelism, the gradient is that of all ranks together, without an exchange.
+        """
+        return x if self.size == 1 or self.sequence_parallel else _whole_gradient(x, self)
 
     def own_share(self, x: Float[Tensor, "b t"]) -> Float[Tensor, "b t2"]:
         """Return values that all ranks compute equally in a region, for use between regions.
@@ -101,11 +111,11 @@ class TensorParallel(NamedTuple):
 
         Returns:
             Those of this rank's tokens [B, T / n]; without sequence parallelism all of them [B, T], with the gradient
-            divided by the number of ranks, over which the gradient of the region's input is summed.
+            divided by the number of ranks, over which the gradients of the region's parameters are summed.
         """
         if self.size == 1 or self.sequence_parallel:
             return self.own_tokens(x)
-        return _ShareOfGradient.apply(x, self.size)
+        return _share_of_gradient(x, self)
 
     def own_masks(self, state: DropoutState | None) -> DropoutState | None:
         """Return the dropout state of this rank's tokens, so that they have the masks they have in a whole model."""
@@ -149,17 +159,18 @@ class TensorParallel(NamedTuple):
         return _CrossEntropy.apply(logits, *self._own_ids(targets, count), self)
 
     def gather_logits(self, logits: Float[Tensor, "b t v"]) -> Float[Tensor, "b t v2"]:
-        """Return the logits of all token ids, [B, T, V], from those of this rank's, [B, T, V / n]."""
+        """Return the logits of all token ids, [B, T, V], from those of this rank's, [B, T, V / n].
+
+        All ranks compute the same from them, so that each keeps its part of the gradient.
+        """
         if self.size == 1:
             return logits
-        gathered = _Gather.apply(logits.movedim(-1, TOKENS), self)
-        assert isinstance(gathered, Tensor), "an operation on a tensor returns a tensor"
-        return gathered.movedim(TOKENS, -1)
+        return _gather_for_all(logits.movedim(-1, TOKENS), self).movedim(TOKENS, -1)
 
     def mean(self, x: Float[Tensor, "b t"]) -> Float[Tensor, ""]:
         """Return the mean over all tokens of values between regions, [B, T] or [B, T / n]."""
         mean = x.mean()
-        return mean if self.token_parts == 1 else _Sum.apply(mean / self.size, self)
+        return mean if self.token_parts == 1 else _sum(mean / self.size, self)
 
     def joint_norm(
         self, x: Float[Tensor, "*b c"], weight: Float[Tensor, " c"], epsilon: float
@@ -175,7 +186,7 @@ class TensorParallel(NamedTuple):
             return rms_norm(x, weight, epsilon)
         wide = x if x.dtype == torch.float64 else x.float()
         # A mean of means counts every head equally often, also a head that several ranks hold.
-        mean = _SumBoth.apply(wide.square().mean(-1, keepdim=True), self) / self.size
+        mean = _sum_both(wide.square().mean(-1, keepdim=True), self) / self.size
         return (wide * (mean + epsilon).rsqrt() * weight.to(wide.dtype)).to(x.dtype)
 
     def _own_ids(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -265,10 +276,6 @@ def _all_reduce(x: Tensor, among: TensorParallel, what: str, operation: Any = di
     return x
 
 
-def _sum_over(x: Tensor, among: TensorParallel) -> Tensor:
-    return _all_reduce(x.clone(memory_format=torch.contiguous_format), among, "the sum of a region")
-
-
 def _gathered(x: Tensor, among: TensorParallel) -> Tensor:
     """Return the tokens of all ranks, side by side."""
     x = x.contiguous()
@@ -291,87 +298,57 @@ def _scattered(x: Tensor, among: TensorParallel) -> Tensor:
     return own
 
 
-class _Gather(torch.autograd.Function):
-    """Gather tokens; backward scatters the sum of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, among: TensorParallel) -> Tensor:
-        ctx.among = among
-        return _gathered(x, among)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _scattered(grad, ctx.among), None
+def _total(x: Tensor, among: TensorParallel) -> Tensor:
+    """Return the sum over ranks."""
+    return _all_reduce(x.clone(memory_format=torch.contiguous_format), among, "the sum of a region")
 
 
-class _Scatter(torch.autograd.Function):
-    """Scatter the sum of tokens; backward gathers the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, among: TensorParallel) -> Tensor:
-        ctx.among = among
-        return _scattered(x, among)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gathered(grad, ctx.among), None
+def _own_part(x: Tensor, among: TensorParallel) -> Tensor:
+    """Return this rank's tokens of values that all ranks have."""
+    count = x.shape[TOKENS] // among.size
+    return x.narrow(TOKENS, among.rank * count, count)
 
 
-class _SumOfGradients(torch.autograd.Function):
-    """Return the input; backward sums the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, among: TensorParallel) -> Tensor:
-        ctx.among = among
-        return x.view_as(x)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _sum_over(grad, ctx.among), None
+def _unchanged(x: Tensor, among: TensorParallel) -> Tensor:
+    """Return the input, as a view."""
+    del among
+    return x.view_as(x)
 
 
-class _ShareOfGradient(torch.autograd.Function):
-    """Return the input; backward divides the gradient by the number of ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return x.view_as(x)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad / ctx.size, None
+Exchange = Callable[[Tensor, TensorParallel], Tensor]
+"""What ranks do with a tensor of each."""
 
 
-class _Sum(torch.autograd.Function):
-    """Sum over ranks; backward returns the gradient, which all ranks have."""
+def _exchange(forward_exchange: Exchange, backward_exchange: Exchange) -> Exchange:
+    """Return an exchange whose derivative is another one."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, among: TensorParallel) -> Tensor:
-        return _sum_over(x, among)
+    class Exchanged(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, among: TensorParallel) -> Tensor:
+            ctx.among = among
+            return forward_exchange(x, among)
 
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad, None
+        @staticmethod
+        @differentiable_once
+        def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return backward_exchange(grad, ctx.among), None
+
+    def exchange(x: Tensor, among: TensorParallel) -> Tensor:
+        result = Exchanged.apply(x, among)
+        assert isinstance(result, Tensor), "an operation on a tensor returns a tensor"
+        return result
+
+    return exchange
 
 
-class _SumBoth(torch.autograd.Function):
-    """Sum over ranks; backward sums the gradients, since each rank has a part of what the sum is used for."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, among: TensorParallel) -> Tensor:
-        ctx.among = among
-        return _sum_over(x, among)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _sum_over(grad, ctx.among), None
+_gather = _exchange(_gathered, _scattered)
+_gather_for_all = _exchange(_gathered, _own_part)
+_scatter = _exchange(_scattered, _gathered)
+_sum = _exchange(_total, _unchanged)
+_sum_of_gradients = _exchange(_unchanged, _total)
+_sum_both = _exchange(_total, _total)
+_share_of_gradient = _exchange(_unchanged, lambda grad, among: grad / among.size)
+_whole_gradient = _exchange(_unchanged, lambda grad, among: grad * among.size)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -370,9 +370,10 @@ class Trainer:
     def _import_initial_values(self) -> None:
         """Overwrite the parameters with this rank's parts of the initial values of the whole model."""
         with torch.no_grad():
-            for name, parameter in self._named_parameters().items():
-                whole = initial_value(self.config.seed, name, self._specs[name])
-                parameter.copy_(torch.from_numpy(self._own({name: whole})[name]))
+            for stage in self.stages:  # two of which may have a copy of a tied embedding
+                for name, parameter in stage.named_parameters():
+                    whole = initial_value(self.config.seed, name, self._specs[name])
+                    parameter.copy_(torch.from_numpy(self._own({name: whole})[name]))
 
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of this rank, by canonical name."""

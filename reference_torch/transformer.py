@@ -112,8 +112,8 @@ class TransformerLayer(nn.Module):
         if ranks.size > 1:  # outside of what is recomputed, so that backward does not sum over ranks again
             output = add_bias(ranks.leave(output), self.mlp.output_bias)
         if context.balance is not None and isinstance(self.mlp, MixtureOfExperts):
-            entered = normed if ranks.sequence_parallel else ranks.enter(normed)
-            context.balance.add(ranks.own_share(self.mlp.balance(entered, context.sequences)))
+            balance = self.mlp.balance(ranks.for_own_share(normed), context.sequences)
+            context.balance.add(ranks.own_share(balance))
         output = self._norm("post_mlp_layernorm", output, recompute)
         site = mlp_site(self.layer_number)
         hidden_states = recompute(

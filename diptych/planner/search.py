@@ -21,13 +21,13 @@ from diptych.planner.memory.ranks import RankMemory, moved_bytes, rank_memories
 from diptych.planner.memory.stages import StageMemory, predict_stages
 from diptych.planner.step_time import Machine, StageTime, StageTimes, after_backward, costs_of, wavefront_delay
 from diptych.plans.config import TransformerConfig
-from diptych.plans.context.sequences import check_shared
 from diptych.plans.mesh import undivided
 from diptych.plans.recompute import NO_RECOMPUTE
 from diptych.plans.schedule.named import check_sizes, schedule_for
 from diptych.plans.schedule.partition import get_stage_place
 from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
 from diptych.plans.schedule.simulate import simulate
+from diptych.plans.training import check_microbatch
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -252,7 +252,7 @@ def _configurations(
                         for size in _divisors(batch // replicas):
                             m = batch // replicas // size
                             try:
-                                check_shared(size, config.seq_length, cp)
+                                check_microbatch(made, size)
                                 check_sizes(name, p, m, virtual or 1)
                             except ValueError as error:
                                 outcome.refused[str(error).split(":")[0]] += 1
@@ -317,7 +317,8 @@ class _Predictions:
     def memory(self, candidate: Configuration) -> RankMemory:
         """Return the memory of the rank that needs most."""
         stages = self._stage_memories(candidate)
-        ranks = rank_memories(candidate.config, schedule_for(candidate.config, candidate.num_microbatches), stages)
+        schedule = schedule_for(candidate.config, candidate.num_microbatches)
+        ranks = rank_memories(candidate.config, schedule, stages, candidate.data_parallel_size)
         return max(ranks, key=lambda rank: rank.total)
 
     def found(self, candidate: Configuration, memory: RankMemory) -> Found:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from diptych.planner.memory.nodes import Node
-from diptych.planner.memory.ranks import parameter_bytes
+from diptych.planner.memory.ranks import share_bytes
 from diptych.planner.memory.simulate import Simulation
 from diptych.planner.memory.stages import stage_builder
 from diptych.planner.tensor_traffic import RingExchanges, block_exchanges, end_exchanges
@@ -229,14 +229,18 @@ def after_backward(
     config: TransformerConfig, batch: int, count: int, replicas: int, machine: Machine
 ) -> tuple[float, float]:
     """Return the seconds of the gradient sum and of the update, each on the rank where it takes longest."""
-    named = ("gradients of parameters", "gradient of tied embedding", "gradients of repeated parameters")
+    named = (
+        *("gradients of parameters", "updated parameters"),
+        *("gradient of tied embedding", "gradients of repeated parameters"),
+    )
     sums = [term for term in wire_traffic(config, batch, count, replicas) if term.name in named]
     sent = max((sum(each) for each in zip(*(t.by_rank for t in sums), strict=True)), default=0)
     rounds = 2 * (config.context_parallel_size * replicas - 1)
     waits = sent / machine.network_bandwidth + rounds * machine.network_latency * (sent > 0)
     own = [0] * config.pipeline_model_parallel_size
+    updated = config.context_parallel_size * replicas if config.use_distributed_optimizer else 1
     for stage in range(num_stages(config)):
-        own[get_stage_place(config, stage).pp_rank] += parameter_bytes(config, stage)
+        own[get_stage_place(config, stage).pp_rank] += share_bytes(config, stage, updated)
     return waits, UPDATE_MOVES * max(own) / machine.memory_bandwidth
 
 

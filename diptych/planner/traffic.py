@@ -4,8 +4,8 @@ The mesh is replicas x context ranks x pipeline ranks x tensor-parallel ranks. T
 ranks send, without message headers and sums of scalars (losses, norms, token counts).
 
 Communication libraries choose the algorithms of collectives; the terms assume the one with the fewest sent bytes. An
-all-reduce over n ranks is a ring in which each rank sends 2 (n - 1) / n of its bytes; in an all-gather over n ranks,
-each rank sends n - 1 parts.
+all-reduce over n ranks is a ring in which each rank sends 2 (n - 1) / n of its bytes; in an all-gather or a
+reduce-scatter over n ranks, each rank sends n - 1 parts.
 """
 
 import math
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from diptych.planner.memory.graph import ITEM_SIZES
-from diptych.planner.memory.ranks import parameter_bytes
+from diptych.planner.memory.ranks import padded_share_bytes
 from diptych.planner.tensor_traffic import exchanged_bytes, repeated_gradient_bytes
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED, exchange_cost
@@ -114,12 +114,16 @@ def _among_equal_parts(config: TransformerConfig, micro_batch_size: int, count: 
             found.append(Traffic(name, "point to point", by_rank, sum(by_rank) * copies))
     found += _context_traffic(rank_config(config), micro_batch_size, count, replicas)
     if copies > 1:
-        sizes = [parameter_bytes(config, stage) for stage in range(stages)]
-        twice = [0] * p
-        for stage, size in enumerate(sizes):
-            twice[rank_of(stage)] += 2 * (copies - 1) * size
-        by_rank = tuple(-(-size // copies) for size in twice)
-        found.append(Traffic("gradients of parameters", f"sum of {copies:,}", by_rank, sum(twice)))
+        shares = [0] * p  # a buffer has a share for every rank, some padded
+        for stage in range(stages):
+            shares[rank_of(stage)] += padded_share_bytes(config, stage, copies)
+        once = tuple((copies - 1) * size for size in shares)
+        if config.use_distributed_optimizer:
+            found.append(Traffic("gradients of parameters", f"scattered to {copies:,}", once, copies * sum(once)))
+            found.append(Traffic("updated parameters", f"gathered by {copies:,}", once, copies * sum(once)))
+        else:
+            twice = tuple(2 * size for size in once)
+            found.append(Traffic("gradients of parameters", f"sum of {copies:,}", twice, copies * sum(twice)))
     if p > 1 and not config.untie_embeddings_and_output_weights:
         size = math.prod(embedding_spec(rank_config(config))["weight"].shape) * ITEM_SIZES[config.params_dtype]
         ends = {rank_of(0), rank_of(stages - 1)}

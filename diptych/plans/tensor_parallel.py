@@ -26,23 +26,6 @@ REGIONS = ("self_attention", "mlp")
 """Modules of a layer whose output is a partial sum on each rank."""
 
 
-def check_one_rank(config: TransformerConfig, what: str) -> None:
-    """Reject tensor parallelism where it is not built yet.
-
-    Args:
-        config: configuration of the model.
-        what: what does not support it, for the error message.
-
-    Raises:
-        NotImplementedError: tensor_model_parallel_size is not 1.
-    """
-    if (size := config.tensor_model_parallel_size) != 1:
-        raise NotImplementedError(
-            f"tensor_model_parallel_size: expected 1 with {what}, which does not support tensor parallelism yet, got "
-            f"{size}; train in PyTorch (diptych train --backend torch)"
-        )
-
-
 def check_parts(config: TransformerConfig) -> None:
     """Reject a model that would hold all parts of the layers, and would compute without the other ranks.
 
@@ -187,6 +170,7 @@ def rank_config(config: TransformerConfig) -> TransformerConfig:
     if size == 1:
         return config
     key_heads, value_heads, key, value = config.linear_heads
+    has_groups = "attention" in config.mixers
     has_state = bool(config.mixers & {"gdn", "kda"})
     pattern = config.layer_pattern.split(",")
     shared = config.moe_shared_expert_intermediate_size
@@ -194,8 +178,8 @@ def rank_config(config: TransformerConfig) -> TransformerConfig:
         config,
         tensor_model_parallel_size=1,
         sequence_parallel=False,
-        num_attention_heads=units_per_rank(config.num_attention_heads, size),
-        num_query_groups=units_per_rank(config.query_groups, size),
+        num_attention_heads=config.num_attention_heads // size if config.has_softmax else config.num_attention_heads,
+        num_query_groups=units_per_rank(config.query_groups, size) if has_groups else None,
         kv_channels=config.head_dim,
         linear_num_key_heads=units_per_rank(key_heads, size) if has_state else None,
         linear_num_value_heads=value_heads // size if has_state else None,

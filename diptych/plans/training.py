@@ -97,10 +97,24 @@ def check_trainable(config: TransformerConfig, train: TrainConfig, dp_size: int 
     """Reject a batch that the pipeline schedule or context parallelism does not support.
 
     Raises:
-        ValueError: see microbatches, diptych.plans.context.sequences.check_shared and
-            diptych.plans.schedule.named.build_schedule.
+        ValueError: see microbatches, check_microbatch and diptych.plans.schedule.named.build_schedule.
     """
     size, count = microbatches(train, dp_size)
+    check_microbatch(config, size)
+    schedule_for(config, count)
+
+
+def check_microbatch(config: TransformerConfig, size: int) -> None:
+    """Reject a microbatch whose tokens the context and tensor-parallel ranks do not divide.
+
+    Args:
+        config: configuration of the model.
+        size: sequences of a microbatch.
+
+    Raises:
+        ValueError: see diptych.plans.context.sequences.check_shared; or, with sequence_parallel, a context rank's
+            tokens are no multiple of the tensor-parallel ranks.
+    """
     cp_size = config.context_parallel_size
     check_shared(size, config.seq_length, cp_size)
     tp_size = config.tensor_model_parallel_size
@@ -109,7 +123,6 @@ def check_trainable(config: TransformerConfig, train: TrainConfig, dp_size: int 
             f"micro_batch_size: expected with sequence_parallel a multiple of tensor_model_parallel_size={tp_size} "
             f"tokens on each of {cp_size} context ranks, got {size} sequences of {config.seq_length}"
         )
-    schedule_for(config, count)
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:

@@ -151,8 +151,9 @@ class Train(TrainingRun):
     exit_step: int | None = None
     """Stop after this step of the whole run; a later run continues with resume."""
     nproc: int | None = None
-    """Ranks on this machine: pipeline ranks x context ranks x replicas. PyTorch starts one process per rank; JAX uses
-    one device per rank in this process. None: the ranks of one replica. Several machines: see docs/composition.md."""
+    """Ranks on this machine: replicas x context x pipeline x tensor-parallel ranks. PyTorch starts a process per rank,
+    JAX uses one device per rank in this process. None: the ranks of one replica. Several machines: see
+    docs/composition.md."""
     join_timeout: float = 600.0
     """Seconds from the start within which all processes must join."""
     coordinator_address: str | None = None

@@ -38,7 +38,6 @@ from diptych.plans.checkpoint import (
     split_arrays,
 )
 from diptych.plans.config import TransformerConfig
-from diptych.plans.context.sequences import check_shared
 from diptych.plans.families.folder import SOURCE, copy_source, export_folder, import_folder, source_of
 from diptych.plans.mesh import undivided
 from diptych.plans.model.data import load_corpus
@@ -48,7 +47,7 @@ from diptych.plans.model.sampling import next_token, text_of
 from diptych.plans.schedule.csv import schedule_to_csv
 from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.schedule.named import schedule_for
-from diptych.plans.training import NonFiniteLossError, check_trainable
+from diptych.plans.training import NonFiniteLossError, check_microbatch, check_trainable
 from parity.cli.commands import (
     Compare,
     Curves,
@@ -251,7 +250,7 @@ def _plan(command: Plan, console: Console) -> int:
     page = (
         PageRequest(model, *shape, command.data_parallel_size, command.machine, name_settings) if command.html else None
     )
-    check_shared(command.micro_batch_size, model.seq_length, model.context_parallel_size)
+    check_microbatch(model, command.micro_batch_size)
     if command.model_source is not None:
         console.print(f"{command.model_source}: {_describe_size(model)}", highlight=False, markup=False)
     console.print(describe_mesh(model, command.data_parallel_size), highlight=False)

@@ -51,7 +51,7 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicas of stages, offload": (2, {**STAGES, **TOKENS, **RANKS, **OFFLOAD}),
 }
 """Number of replicas, and settings."""
-DAILY = ("three replicas", "replicas of ranks and stages")
+DAILY = ("three replicas", "replicas of stages")
 
 
 def settings(cut: str) -> tuple[int, TransformerConfig, TrainConfig]:

@@ -32,22 +32,24 @@ def count_step(config: TransformerConfig, train: TrainConfig) -> Counter[str]:
     groups = trainer._groups
     names = {id(group): name for name, group in groups._asdict().items() if group is not None}
     sent: Counter[str] = Counter()
-    plain = {name: getattr(dist, name) for name in ("isend", "all_gather", "all_reduce", "reduce_scatter")}
+    scattered = ("reduce_scatter", "reduce_scatter_tensor")
+    gathered = ("all_gather", "all_gather_into_tensor")
+    plain = {name: getattr(dist, name) for name in ("isend", "all_reduce", *scattered, *gathered)}
 
     def counted(call: str, place: int) -> Any:
         def wrapped(*args: Any, **options: Any) -> Any:
             tensor, group = args[place], options["group"]
             assert isinstance(tensor, torch.Tensor)
             others = group.size() - 1
-            times = {"isend": 1, "all_gather": others, "all_reduce": 2, "reduce_scatter": others}[call]
+            times = {"isend": 1, "all_reduce": 2}.get(call, others)
             if call != "all_reduce" or tensor.numel() > 1:
                 sent[f"{call} {names[id(group)]}"] += tensor.nbytes * times
             return plain[call](*args, **options)
 
         return wrapped
 
-    for name, place in (("isend", 0), ("all_gather", 1), ("all_reduce", 0), ("reduce_scatter", 0)):
-        setattr(dist, name, counted(name, place))
+    for name in plain:
+        setattr(dist, name, counted(name, int(name in gathered)))  # the tensor that a rank hands over or receives
     try:
         trainer.train_step(0)
         dist.barrier()

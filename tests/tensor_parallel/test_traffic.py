@@ -18,6 +18,7 @@ MESHES = {
     "tokens, replayed": (2, 1, {**TOKENS, **FULL, **NORMS}),
     "four, replicas": (8, 2, {**FOUR, **NORMS}),
     "tokens of stages of experts": (4, 1, {**TOKENS, **STAGES, **EXPERTS}),
+    "experts": (2, 1, EXPERTS),
     "stages, replicas, mhc": (8, 2, {**TOKENS, **STAGES, **HYPER, **SELECTIVE}),
     "context, bf16": (4, 1, {"context_parallel_size": 2, "bf16": True, "params_dtype": "float32"}),
 }

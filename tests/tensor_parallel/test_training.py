@@ -6,10 +6,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.mesh import undivided
+from diptych.plans.model.parameters import initial_value, parameter_specs
 from diptych.plans.training import check_trainable
 from parity.ranks import RankTrainer
 from reference_torch.rank_pool import RankPool
@@ -17,6 +19,7 @@ from reference_torch.train import Trainer
 from reference_torch.transformer import GPTModel
 from tests.backends import rounds, tiny_corpus
 from tests.pipeline.test_training import trajectory, worst
+from tests.tensor_parallel.jobs import logit_inputs
 from tests.test_documents import corpus_of_documents
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +29,7 @@ CONFIG = TransformerConfig(
     num_attention_heads=4,
     num_query_groups=2,
     seq_length=12,
+    vocab_size=128,
     hidden_dropout=0.1,
     layer_pattern="attention,gdn+gelu+ffn=12,kda",
     linear_num_key_heads=2,
@@ -36,6 +40,7 @@ CONFIG = TransformerConfig(
     pipeline_timeout=60.0,
     tensor_model_parallel_size=2,
 )
+"""Of the ids of ASCII, every rank has some that occur in the text."""
 TRAIN = TrainConfig(
     train_iters=8, global_batch_size=4, micro_batch_size=2, lr=3e-3, min_lr=3e-4, lr_warmup_iters=2, eval_iters=2
 )
@@ -87,6 +92,10 @@ CUTS = {
     "experts, tokens": {**TOKENS, **EXPERTS, **HYPER},
     "latent attention": {**TOKENS, **LATENT},
     "stages": {**STAGES, "untie_embeddings_and_output_weights": True},
+    "V-shaped stages": {
+        **{**TOKENS, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "num_layers": 4},
+        "pipeline_schedule": "zb-v",
+    },
     "stages of experts, zero bubble": {**TOKENS, **STAGES, **EXPERTS, **HYPER, "pipeline_schedule": "zb-h1"},
     "context": {"context_parallel_size": 2, "cp_attention_layout": "zigzag"},
     "context, tokens": {**TOKENS, **HYPER, "context_parallel_size": 2},
@@ -100,7 +109,7 @@ CUTS = {
 REPLICAS = "replicas of stages"
 """A cut of JAX alone, on a mesh with two replicas."""
 TORCH_ALONE = ("tokens counted",)
-DAILY = ("joint norms", "experts, tokens", "stages of experts, zero bubble")
+DAILY = ("joint norms", "experts, tokens", "V-shaped stages")
 
 
 def assert_same(found: tuple, expected: tuple) -> None:
@@ -201,6 +210,34 @@ def test_s1_a_checkpoint_is_of_any_number_of_ranks(tmp_path):
     for trainer in (alone, again):
         trainer.train_step(2)  # the moments, too
     assert worst((alone.parameters(),), (again.parameters(),))[0] <= 1e-9
+
+
+@pytest.mark.multiprocess
+def test_a_loss_of_whole_logits_has_the_gradients_of_one_process():
+    """Every rank computes the loss, which counts once."""
+    hidden, weight, weights = logit_inputs()
+    of_hidden = weights @ weight
+    of_weight = np.einsum("btv,btd->vd", weights, hidden)
+    with RankPool(2, preload=("reference_torch.train",)) as pool:
+        for tokens in (False, True):
+            found = pool.run("tests.tensor_parallel.jobs:gradients_of_logits", tokens)
+            parts = [hidden for hidden, _ in found]
+            joined = [np.concatenate(parts, axis=1)] if tokens else parts
+            for each in joined:
+                np.testing.assert_allclose(each, of_hidden, rtol=1e-12)
+            np.testing.assert_allclose(np.concatenate([weight for _, weight in found]), of_weight, rtol=1e-12)
+
+
+@pytest.mark.multiprocess
+def test_the_copies_of_a_tied_embedding_begin_equal():
+    """Also where one rank has the first stage and the last."""
+    config = replace(CONFIG, **CUTS["V-shaped stages"])
+    with RankPool(config.model_parallel_size, preload=("reference_torch.train",)) as pool:
+        found = pool.run("tests.tensor_parallel.jobs:embeddings", config, TRAIN)
+    whole = initial_value(config.seed, "embedding.weight", parameter_specs(undivided(config))["embedding.weight"])
+    for rank, copies in enumerate(found):
+        part = np.split(whole, 2)[rank % 2]
+        assert [np.array_equal(each, part) for each in copies] == [True] * (2 if rank < 2 else 0)
 
 
 def test_a_model_of_all_ranks_is_refused():

@@ -18,6 +18,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.offload import layer_storages, pass_uses, rank_layers, stage_layers
+from diptych.plans.optimizer_shares import share_size
 from diptych.plans.recompute import recompute_blocks
 from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.partition import get_stage, get_stage_place, num_stages
@@ -32,7 +33,7 @@ class RankMemory:
     """On the device; with tensor offload: those outside layers, and the largest set of layers resident at once."""
     gradients: int
     moments: int
-    """AdamW's two moments; moments and gradients are not offloaded."""
+    """AdamW's two moments, or this rank's share of them; moments and gradients are not offloaded."""
     activations: int
     """Activations saved for backward, at the peak of ``activations + waiting``."""
     waiting: int
@@ -46,14 +47,18 @@ class RankMemory:
         return sum(getattr(self, f.name) for f in fields(self)) - self.on_host
 
 
-def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequence[StageMemory]) -> list[RankMemory]:
+def rank_memories(
+    config: TransformerConfig, schedule: Schedule, stages: Sequence[StageMemory], data_parallel_size: int = 1
+) -> list[RankMemory]:
     """Return the memory of every pipeline rank.
 
     Args:
         config: the model.
         schedule: schedule of its step.
         stages: bytes that a microbatch saves on each stage; see diptych.planner.memory.stages.predict_stages.
+        data_parallel_size: replicas, which may divide the moments.
     """
+    moments = _moment_bytes(config, data_parallel_size)
     sizes = [parameter_bytes(config, stage) for stage in range(num_stages(config))]
     layers = _layer_sizes(undivided(rank_config(config))) if config.enable_tensor_offload else {}
     found = []
@@ -67,7 +72,7 @@ def rank_memories(config: TransformerConfig, schedule: Schedule, stages: Sequenc
             ahead = config.tensor_offload_num_prefetch_layers
             resident = offload_use(order, layers, ahead).peak
         activations, waiting = _peak(actions, stages, schedule.splits_backward)
-        found.append(RankMemory(own - on_host + resident, own, 2 * own, activations, waiting, on_host))
+        found.append(RankMemory(own - on_host + resident, own, moments[rank], activations, waiting, on_host))
     return found
 
 
@@ -77,20 +82,50 @@ def _layer_sizes(config: TransformerConfig) -> dict[int, int]:
     return {number: sum(each.values()) for number, each in layer_storages(config).items()}
 
 
-def standing_bytes(config: TransformerConfig) -> list[int]:
+def standing_bytes(config: TransformerConfig, data_parallel_size: int = 1) -> list[int]:
     """Return the bytes of parameters, gradients and AdamW's moments of every pipeline rank, without offload."""
+    found = _moment_bytes(config, data_parallel_size)
+    for stage in range(num_stages(config)):
+        found[get_stage_place(config, stage).pp_rank] += 2 * parameter_bytes(config, stage)
+    return found
+
+
+def _moment_bytes(config: TransformerConfig, data_parallel_size: int) -> list[int]:
+    """Return the bytes of both moments on every pipeline rank, for the replica and context rank that has most."""
+    ranks = config.context_parallel_size * data_parallel_size if config.use_distributed_optimizer else 1
     found = [0] * config.pipeline_model_parallel_size
     for stage in range(num_stages(config)):
-        found[get_stage_place(config, stage).pp_rank] += 4 * parameter_bytes(config, stage)
+        found[get_stage_place(config, stage).pp_rank] += 2 * share_bytes(config, stage, ranks)
     return found
 
 
 def parameter_bytes(config: TransformerConfig, stage: int) -> int:
     """Return the exact bytes of a stage's parameters (and of their gradients), with its copy of a tied embedding."""
+    return share_bytes(config, stage, 1)
+
+
+def share_bytes(config: TransformerConfig, stage: int, ranks: int) -> int:
+    """Return the bytes of the shares of a stage's parameters that the first of some ranks has, which has most.
+
+    Args:
+        config: the model.
+        stage: number of the stage.
+        ranks: ranks that divide the parameters; see diptych.plans.optimizer_shares.
+    """
+    return sum(min(n, share_size(n, ranks)) for n in _entries(config, stage)) * ITEM_SIZES[config.params_dtype]
+
+
+def padded_share_bytes(config: TransformerConfig, stage: int, ranks: int) -> int:
+    """Return the bytes of every rank's shares of a stage in a buffer of all shares; arguments as in share_bytes."""
+    return sum(share_size(n, ranks) for n in _entries(config, stage)) * ITEM_SIZES[config.params_dtype]
+
+
+def _entries(config: TransformerConfig, stage: int) -> list[int]:
+    """Return the number of entries of every parameter of a stage."""
     config = rank_config(config)
     last = num_stages(config) - 1
     specs = parameter_specs(config, stage == 0, stage == last, *get_stage_place(config, stage))
-    return sum(math.prod(spec.shape) for spec in specs.values()) * ITEM_SIZES[config.params_dtype]
+    return [math.prod(spec.shape) for spec in specs.values()]
 
 
 class OffloadUse(NamedTuple):

@@ -153,7 +153,7 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
     gradients, update = after_backward(config, batch, count, request.data_parallel_size, machine)
     memory = predict_stages(config, batch)
     everything = predict_stages(without_recompute(config), batch)
-    unsaved = rank_memories(without_recompute(config), schedule, everything)
+    unsaved = rank_memories(without_recompute(config), schedule, everything, request.data_parallel_size)
     stages = [
         {
             "rank": schedule.rank_of(stage),
@@ -183,7 +183,7 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
         "stages": stages,
         "ranks": [
             {**rank, "totalWithout": whole.total}
-            for rank, whole in zip(_ranks(plan, memory, saved), unsaved, strict=True)
+            for rank, whole in zip(_ranks(plan, memory, saved, request.data_parallel_size), unsaved, strict=True)
         ],
         "actions": actions,
         "copies": copies_of_schedule(
@@ -251,12 +251,14 @@ def last_input(schedule: Schedule, costs: Costs, starts: dict[Action, float], ac
     return max(dependencies(schedule, action), key=arrival, default=None)
 
 
-def _ranks(plan: PipelinePlan, memory: Sequence[StageMemory], saved: Sequence[SavedBytes]) -> list[dict[str, Any]]:
+def _ranks(
+    plan: PipelinePlan, memory: Sequence[StageMemory], saved: Sequence[SavedBytes], replicas: int
+) -> list[dict[str, Any]]:
     """Return bubble and memory of every rank, and the time of its peak."""
     schedule = plan.schedule
     simulation = plan.simulation
     found = []
-    for rank, sizes in enumerate(rank_memories(plan.config, schedule, memory)):
+    for rank, sizes in enumerate(rank_memories(plan.config, schedule, memory, replicas)):
         together = [a + b for a, b in zip(*saved[rank], strict=True)]
         place = together.index(max(together))
         action = schedule.actions[rank][place]

@@ -61,18 +61,24 @@ def print_generated(
     config = command.model
     m = command.num_microbatches
     costs = stage_costs(command, config)
+    standing = standing_bytes(config, command.data_parallel_size)
     limit = None if command.memory_limit is None else parse_bytes("memory_limit", command.memory_limit)
     found = generate_schedule(
         config.pipeline_model_parallel_size,
         m,
         config.virtual_pipeline_model_parallel_size or 1,
         costs,
-        None if limit is None else _memory_limits(config, costs, standing_bytes(config), limit),
+        None if limit is None else _memory_limits(config, costs, standing, limit),
         config.placement,
         command.generate_effort,
     )
     path.write_text(schedule_to_csv(found.schedule))
-    made = Planned(found.schedule, costs, found.simulation, _largest(found.simulation, standing_bytes(config)))
+    made = Planned(
+        found.schedule,
+        costs,
+        found.simulation,
+        _largest(found.simulation, standing_bytes(config, command.data_parallel_size)),
+    )
     named, refused = _named(command)
     source = "predicted" if command.stage_costs is None else f"of {escape(str(command.stage_costs))}"
     console.print(
@@ -175,7 +181,14 @@ def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
             schedule = schedule_for(config, command.num_microbatches)
             costs = stage_costs(command, config)
             simulation = simulate(schedule, costs)
-            found.append(Planned(schedule, costs, simulation, _largest(simulation, standing_bytes(config))))
+            found.append(
+                Planned(
+                    schedule,
+                    costs,
+                    simulation,
+                    _largest(simulation, standing_bytes(config, command.data_parallel_size)),
+                )
+            )
         except ValueError as error:
             refused[name] = str(error)
     return found, refused

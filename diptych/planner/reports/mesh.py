@@ -50,7 +50,7 @@ def print_mesh(
         ValueError: the schedule does not allow so many microbatches.
     """
     schedule = schedule_for(config, num_microbatches)
-    ranks = rank_memories(config, schedule, predict_stages(config, micro_batch_size))
+    ranks = rank_memories(config, schedule, predict_stages(config, micro_batch_size), data_parallel_size)
     console.print(_memory_table(ranks))
     largest = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
     shared = config.context_parallel_size > 1
@@ -66,8 +66,8 @@ def print_mesh(
         console.print()
         console.print(_wire_table(config, micro_batch_size, num_microbatches, data_parallel_size))
         console.print(
-            "Sums are ring all-reduces, in which each rank sends 2 (n - 1) / n of the bytes; gathers send n - 1 parts. "
-            "Left out: message headers and sums of scalars."
+            "Sums are ring all-reduces, in which each rank sends 2 (n - 1) / n of the bytes; gathers and scatters send "
+            "n - 1 parts. Left out: message headers and sums of scalars."
         )
 
 

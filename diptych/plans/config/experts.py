@@ -7,7 +7,7 @@ from diptych.plans.config.rules import Rule, choice, count, flag, number
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 
 
-def _has_experts(config: Any) -> bool:
+def has_experts(config: Any) -> bool:
     """Return True if a layer is a mixture of experts."""
     return any(config.layer(number).moe for number in range(config.num_layers))
 
@@ -46,12 +46,12 @@ EXPERT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "layers of experts have experts",
-        lambda c: c.num_moe_experts is not None or not _has_experts(c),
+        lambda c: c.num_moe_experts is not None or not has_experts(c),
         lambda c: f"num_moe_experts: expected a number with moe in layer_pattern={c.layer_pattern!r}, got None",
     ),
     Rule(
         "experts have layers",
-        lambda c: (c.num_moe_experts is None and c.moe_aux_loss_coeff == 0) or _has_experts(c),
+        lambda c: (c.num_moe_experts is None and c.moe_aux_loss_coeff == 0) or has_experts(c),
         lambda c: (
             "num_moe_experts, moe_aux_loss_coeff: expected None and 0.0 without moe in layer_pattern, got "
             f"{c.num_moe_experts} and {c.moe_aux_loss_coeff}; write attention+moe for a layer of experts"

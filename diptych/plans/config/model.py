@@ -235,7 +235,7 @@ class TransformerConfig:
     seed: int = 0
     """Seed of initial parameters and dropout."""
     tensor_model_parallel_size: int = 1
-    """PyTorch: ranks that share the heads, inner channels and token ids of every layer."""
+    """Ranks that share the heads, inner channels and token ids of every layer."""
     sequence_parallel: bool = False
     """Divide the tokens, too, among the ranks of tensor parallelism where their layers compute token by token: norms,
     dropout, residual streams and hyper-connections."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from diptych.plans.config.experts import has_experts
 from diptych.plans.config.rules import Rule, count, flag
 
 
@@ -49,13 +50,13 @@ TENSOR_RULES: tuple[Rule, ...] = (
     count("tensor_model_parallel_size"),
     flag("sequence_parallel"),
     _divisible("num_attention_heads", lambda c: c.num_attention_heads if c.has_softmax else 0, "heads"),
-    _shared("num_query_groups", lambda c: c.query_groups if c.has_softmax else 1, "key and value heads"),
+    _shared("num_query_groups", lambda c: c.query_groups if "attention" in c.mixers else 1, "key and value heads"),
     _divisible("linear_num_value_heads", lambda c: c.linear_heads[1] if _has_delta_rule(c) else 0, "heads"),
     _shared("linear_num_key_heads", lambda c: c.linear_heads[0] if _has_delta_rule(c) else 1, "key heads"),
     _divisible("ffn_hidden_size", _odd_width, "inner channels in every layer"),
     _divisible(
         "moe_shared_expert_intermediate_size",
-        lambda c: c.moe_shared_expert_intermediate_size,
+        lambda c: c.moe_shared_expert_intermediate_size if has_experts(c) else None,
         "inner channels",
     ),
     _divisible("vocab_size", lambda c: c.vocab_size, "token ids"),
