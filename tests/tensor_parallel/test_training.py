@@ -215,17 +215,27 @@ def test_s1_a_checkpoint_is_of_any_number_of_ranks(tmp_path):
 @pytest.mark.multiprocess
 def test_a_loss_of_whole_logits_has_the_gradients_of_one_process():
     """Every rank computes the loss, which counts once."""
-    hidden, weight, weights = logit_inputs()
-    of_hidden = weights @ weight
-    of_weight = np.einsum("btv,btd->vd", weights, hidden)
     with RankPool(2, preload=("reference_torch.train",)) as pool:
         for tokens in (False, True):
             found = pool.run("tests.tensor_parallel.jobs:gradients_of_logits", tokens)
-            parts = [hidden for hidden, _ in found]
-            joined = [np.concatenate(parts, axis=1)] if tokens else parts
-            for each in joined:
-                np.testing.assert_allclose(each, of_hidden, rtol=1e-12)
-            np.testing.assert_allclose(np.concatenate([weight for _, weight in found]), of_weight, rtol=1e-12)
+            check_gradients_of_logits([part for part, _ in found], np.concatenate([part for _, part in found]), tokens)
+
+
+@pytest.mark.slow
+def test_a_loss_of_whole_logits_has_the_gradients_of_one_process_in_jax(tmp_path):
+    child = [sys.executable, "-m", "tests.tensor_parallel.logits_child", str(tmp_path / "found")]
+    done = subprocess.run(child, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for tokens, (of_hidden, of_weight) in enumerate(pickle.loads((tmp_path / "found").read_bytes())):
+        check_gradients_of_logits([*of_hidden], of_weight, bool(tokens))
+
+
+def check_gradients_of_logits(of_hidden: list[np.ndarray], of_weight: np.ndarray, tokens: bool) -> None:
+    """Gradients of the hidden states of each rank, and of the whole weight."""
+    hidden, weight, weights = logit_inputs()
+    for each in [np.concatenate(of_hidden, axis=1)] if tokens else of_hidden:
+        np.testing.assert_allclose(each, weights @ weight, rtol=1e-12)
+    np.testing.assert_allclose(of_weight, np.einsum("btv,btd->vd", weights, hidden), rtol=1e-12)
 
 
 @pytest.mark.multiprocess
