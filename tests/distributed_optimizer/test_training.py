@@ -13,6 +13,7 @@ import pytest
 from diptych.plans.checkpoint import read_checkpoint
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.mesh import undivided
+from jax_impl.train import Trainer as JaxTrainer
 from parity.compare import relative_difference
 from parity.ranks import RankTrainer
 from reference_torch.train import Trainer
@@ -24,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 ROUNDS = 3
 """Rounds of random numbers in JAX; ten take half its compiling."""
 CONFIG = replace(DIVIDED, tensor_model_parallel_size=1, use_distributed_optimizer=True)
-RANKS = {"tensor_model_parallel_size": 2, "num_query_groups": 1}
+RANKS = {"tensor_model_parallel_size": 2}
+SHARED = {**RANKS, "num_query_groups": 1}
 """Both ranks hold the same head of keys and values."""
 STAGES = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|ttL"}
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -45,10 +47,10 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
             "pipeline_model_parallel_layout": None,
         },
     ),
-    "replicas of ranks": (2, {**RANKS, **TOKENS}),
-    "replicas of ranks and stages": (2, {**RANKS, **STAGES, **HYPER}),
+    "replicas of ranks": (2, {**SHARED, **TOKENS}),
+    "replicas of ranks and stages": (2, {**SHARED, **STAGES, **HYPER}),
     "replicas, offload": (2, OFFLOAD),
-    "replicas of stages, offload": (2, {**STAGES, **TOKENS, **RANKS, **OFFLOAD}),
+    "replicas of stages, offload": (2, {**STAGES, **TOKENS, **SHARED, **OFFLOAD}),
 }
 """Number of replicas, and settings."""
 DAILY = ("three replicas", "replicas of stages")
@@ -98,6 +100,29 @@ def check(found: list[dict[str, np.ndarray]], expected: dict[str, np.ndarray], t
     assert not train.clip_grad or (shared["norms"] > train.clip_grad).all()
     differences = {name: relative_difference(shared[name], expected[name]) for name in expected}
     assert {name: value for name, value in differences.items() if value > 1e-9} == {}
+
+
+@pytest.mark.multiprocess
+def test_s2_a_checkpoint_is_of_any_number_of_replicas_and_of_both_backends(tmp_path):
+    corpus = tiny_corpus()
+    config = CONFIG
+    train = replace(TRAIN, global_batch_size=6, micro_batch_size=None)
+    with RankTrainer(config, train, corpus, replicas=3) as trainer:
+        trainer.train_step(0)
+        trainer.save(tmp_path / "three")
+    with RankTrainer(replace(config, **RANKS), train, corpus, replicas=2) as trainer:
+        assert trainer.resume(tmp_path / "three") == 1
+        trainer.train_step(1)
+        trainer.save(tmp_path / "four")
+    again = Trainer(undivided(config), train, corpus, device="cpu")
+    for step in range(3):
+        again.train_step(step)
+    alone = JaxTrainer(undivided(config), train, corpus)
+    assert alone.resume(tmp_path / "four") == 2
+    alone.train_step(2)
+    found = alone.parameters()
+    for name, expected in again.parameters().items():
+        assert relative_difference(found[name], expected) <= 1e-9, name
 
 
 @pytest.mark.multiprocess
