@@ -231,7 +231,12 @@ BROKEN = {
         r"ffn_hidden_size: expected a multiple of tensor_model_parallel_size=2 inner channels in every layer, got 31",
     ),
     (TransformerConfig, "ranks divide moe_shared_expert_intermediate_size"): (
-        {"tensor_model_parallel_size": 2, "moe_shared_expert_intermediate_size": 9},
+        {
+            "tensor_model_parallel_size": 2,
+            "moe_shared_expert_intermediate_size": 9,
+            "layer_pattern": "attention+moe",
+            "num_moe_experts": 4,
+        },
         r"moe_shared_expert_intermediate_size: expected a multiple of tensor_model_parallel_size=2 .*, got 9",
     ),
     (TransformerConfig, "ranks divide vocab_size"): (

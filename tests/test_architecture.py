@@ -86,13 +86,15 @@ MODULES = {
     "mlp": {"balance", "documents", "modules", "ops", "recompute"},
     "decoding": {"cache", "transformer"},
     "offload": {"ops", "recompute", "named_modules", "traced_programs"},
-    "saving": {"transformer", "offload"},
+    "saving": {"distributed_optimizer", "transformer", "offload"},
     "groups": set(),
+    "distributed_optimizer": {"groups"},
     "p2p": {"pending_sends"},
     "rank_pool": set(),
     "pipeline": {
         "traced_programs",
         "autograd",
+        "distributed_optimizer",
         "ops",
         "context_parallel",
         "recompute",
@@ -104,6 +106,7 @@ MODULES = {
     },
     "stage": {"context_parallel", "tensor_parallel", "transformer", "offload"},
     "train": {
+        "distributed_optimizer",
         "ops",
         "transformer",
         "saving",
@@ -117,9 +120,11 @@ MODULES = {
 }
 """Modules of a backend, and the modules of the same backend each may import."""
 
-TORCH_ONLY = {"autograd", "pending_sends", "p2p", "rank_pool", "stage", "wrapped_forward"}
-"""Modules for backward functions, for forwards of instances, for processes that send each other messages, and for what
-they call; JAX's step takes the model whole."""
+TORCH_ONLY = {
+    *("autograd", "distributed_optimizer", "pending_sends", "p2p", "rank_pool", "stage", "wrapped_forward"),
+}
+"""Modules for backward functions, for forwards of instances, for processes that send each other messages and share an
+optimizer, and for what they call; JAX's step takes the model whole."""
 
 JAX_ONLY = {"carry", "named_modules", "traced_programs"}
 """Modules for what one program of all ranks has to be told, for the classes of nnx modules, and for traced programs."""

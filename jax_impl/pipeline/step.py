@@ -20,10 +20,10 @@ from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.lockstep import KEEPS, Keep, LockstepTable, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
-from jax_impl.distributed_optimizer import OptimizerShares
 from jax_impl.offload import Moved
 from jax_impl.pipeline.backends import BACKENDS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
 from jax_impl.pipeline.executor import run_lockstep
+from jax_impl.pipeline.optimizer_shares import OptimizerShares
 from jax_impl.pipeline.programs import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, StagedParameters
 from jax_impl.pipeline.stages import Batch, divide_model, names_of
 from jax_impl.pipeline.wavefront import run_wavefront

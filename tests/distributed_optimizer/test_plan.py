@@ -41,14 +41,14 @@ def test_s2_moments_and_messages_are_the_predicted_ones(cut):
     ranks = replicas * config.model_parallel_size
     batch, count = train.microbatch if train.micro_batch_size else 2, 1 if train.micro_batch_size is None else 2
     with RankPool(ranks, timeout=300.0, preload=("reference_torch.train",)) as pool:
-        kept = pool.run("tests.distributed_optimizer.jobs:moment_bytes", config, train)
+        measured = pool.run("tests.distributed_optimizer.jobs:moment_bytes", config, train)
         sent = pool.run("tests.planner.jobs:count_step", config, train)
     stages = predict_stages(config, batch)
     memory = rank_memories(config, schedule_for(config, count), stages, replicas)
     n, p = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     for place in range(n * p):  # the first replica and context rank have most
-        assert kept[place] == memory[place // n % p].moments
-        assert all(each <= kept[place] for each in kept[place :: n * p])
+        assert measured[place] == memory[place // n % p].moments
+        assert all(each <= measured[place] for each in measured[place :: n * p])
     terms = {term.name: term for term in wire_traffic(config, batch, count, replicas)}
     group = "dp_cp" if config.context_parallel_size > 1 else "dp"
     for name, call in (

@@ -73,12 +73,7 @@ def print_generated(
         command.generate_effort,
     )
     path.write_text(schedule_to_csv(found.schedule))
-    made = Planned(
-        found.schedule,
-        costs,
-        found.simulation,
-        _largest(found.simulation, standing_bytes(config, command.data_parallel_size)),
-    )
+    made = Planned(found.schedule, costs, found.simulation, _largest(found.simulation, standing))
     named, refused = _named(command)
     source = "predicted" if command.stage_costs is None else f"of {escape(str(command.stage_costs))}"
     console.print(

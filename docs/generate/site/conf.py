@@ -30,6 +30,7 @@ _TABLES_OF_CONTENTS = {
         "docs/linear_attention",
         "docs/context_parallel",
         "docs/tensor_parallel",
+        "docs/distributed_optimizer",
         "docs/kernels",
         "docs/planner",
     ],
