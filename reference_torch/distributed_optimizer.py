@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.adamw import adamw
 
 from diptych.plans.optimizer_shares import own_share, share_size
-from reference_torch.groups import wait_for
+from reference_torch.groups import gather_rows
 
 
 def join_by_rank(tensors: Sequence[Tensor], ranks: int) -> Tensor:
@@ -100,10 +100,8 @@ class DistributedAdamW(torch.optim.Optimizer):
         own = torch.zeros(share_size(parameter.numel(), self.ranks), dtype=parameter.dtype, device=parameter.device)
         if share is not None:
             own[: len(share)] = share
-        rows = own.new_empty(self.ranks * len(own))
-        work = dist.all_gather_into_tensor(rows, own, group=self._group, async_op=True)
-        wait_for(work, "the optimizer's state of other ranks", self._timeout)
-        return rows[: parameter.numel()].view(parameter.shape)
+        rows = gather_rows(own, self._group, "the optimizer's state of other ranks", self._timeout)
+        return rows.flatten()[: parameter.numel()].view(parameter.shape)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -159,7 +157,5 @@ class DistributedAdamW(torch.optim.Optimizer):
         for parameter, part in zip(parameters, own.split(sizes), strict=True):
             share = self.own_share(parameter.detach())
             part[: len(share)] = share
-        rows = own.new_empty(self.ranks * len(own))
-        work = dist.all_gather_into_tensor(rows, own, group=self._group, async_op=True)
-        wait_for(work, "the parameters that other ranks have updated", self._timeout)
-        copy_from_rows(rows.view(self.ranks, -1), [parameter.detach() for parameter in parameters])
+        rows = gather_rows(own, self._group, "the parameters that other ranks have updated", self._timeout)
+        copy_from_rows(rows, [parameter.detach() for parameter in parameters])

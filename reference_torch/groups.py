@@ -188,6 +188,42 @@ def wait_for(work: dist.Work | None, what: str, timeout: float) -> None:
         ) from None
 
 
+SCATTER, GATHER = (
+    ("reduce_scatter_single", "all_gather_single")
+    if hasattr(dist, "reduce_scatter_single")
+    else ("reduce_scatter_tensor", "all_gather_into_tensor")
+)
+"""Names of two collectives in torch.distributed, which PyTorch 2.13 renamed."""
+
+
+def start_scattered_sum(rows: torch.Tensor, group: ProcessGroup) -> tuple[dist.Work | None, torch.Tensor]:
+    """Start to sum rows over ranks, and return the work and the sum of this rank's row.
+
+    Args:
+        rows: a row for each rank. [ranks, n]
+        group: the ranks.
+    """
+    own = rows.new_empty(rows.shape[1])
+    return getattr(dist, SCATTER)(own, rows.flatten(), group=group, async_op=True), own
+
+
+def gather_rows(own: torch.Tensor, group: ProcessGroup, what: str, timeout: float) -> torch.Tensor:
+    """Return the rows of all ranks, [ranks, n].
+
+    Args:
+        own: row of this rank. [n]
+        group: the ranks.
+        what: name of the rows, for error messages.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        PipelineError: a rank did not take part in time.
+    """
+    rows = own.new_empty(group.size() * len(own))
+    wait_for(getattr(dist, GATHER)(rows, own, group=group, async_op=True), what, timeout)
+    return rows.view(group.size(), -1)
+
+
 def gather(mapping: dict[str, Any], group: ProcessGroup | None) -> dict[str, Any]:
     """Return the entries of all ranks' dictionaries; for a name on several ranks, the entry of the first rank.
 

@@ -16,7 +16,7 @@ from diptych.plans.mesh import undivided
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.tensor_parallel import whole_splits
 from reference_torch.distributed_optimizer import copy_from_rows, join_by_rank
-from reference_torch.groups import ProcessGroups, wait_for
+from reference_torch.groups import ProcessGroups, start_scattered_sum, wait_for
 from reference_torch.tensor_parallel import TensorParallel, sum_repeated
 
 
@@ -54,12 +54,10 @@ class GradientSums:
         for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
             same_dtype = [gradient for gradient in gradients if gradient.dtype == dtype]
             rows = join_by_rank(same_dtype, self._group.size())
-            received = rows
             if self._config.use_distributed_optimizer:
-                received = rows.new_empty(rows.shape[1])
-                work = dist.reduce_scatter_tensor(received, rows.flatten(), group=self._group, async_op=True)
+                work, received = start_scattered_sum(rows, self._group)
             else:
-                work = dist.all_reduce(rows, group=self._group, async_op=True)
+                work, received = dist.all_reduce(rows, group=self._group, async_op=True), rows
             assert work is not None, "this rank is one of the replicas"
             self._pending.append((work, received, same_dtype))
 

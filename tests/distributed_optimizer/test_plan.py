@@ -15,6 +15,7 @@ from diptych.planner.traffic import wire_traffic
 from diptych.plans.config import TransformerConfig
 from diptych.plans.optimizer_shares import SHARE_MULTIPLE, join_shares, own_share, share_size
 from diptych.plans.schedule.named import schedule_for
+from reference_torch.groups import GATHER, SCATTER
 from reference_torch.rank_pool import RankPool
 from tests.distributed_optimizer.test_training import settings
 
@@ -52,8 +53,8 @@ def test_s2_moments_and_messages_are_the_predicted_ones(cut):
     terms = {term.name: term for term in wire_traffic(config, batch, count, replicas)}
     group = "dp_cp" if config.context_parallel_size > 1 else "dp"
     for name, call in (
-        ("gradients of parameters", "reduce_scatter_tensor"),
-        ("updated parameters", "all_gather_into_tensor"),
+        ("gradients of parameters", SCATTER),
+        ("updated parameters", GATHER),
     ):
         assert sum(sent, Counter())[f"{call} {group}"] == terms[name].total
         for rank, own in enumerate(sent):

@@ -15,7 +15,7 @@ from diptych.plans.tensor_parallel import rank_config
 from parity.ranks import make_trainer
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.wavefront import finish
-from reference_torch.groups import wait_for
+from reference_torch.groups import GATHER, SCATTER, wait_for
 from reference_torch.recompute import measure_memory
 from reference_torch.tensor_parallel import TensorParallel
 from reference_torch.transformer import GPTModel
@@ -32,8 +32,8 @@ def count_step(config: TransformerConfig, train: TrainConfig) -> Counter[str]:
     groups = trainer._groups
     names = {id(group): name for name, group in groups._asdict().items() if group is not None}
     sent: Counter[str] = Counter()
-    scattered = ("reduce_scatter", "reduce_scatter_tensor")
-    gathered = ("all_gather", "all_gather_into_tensor")
+    scattered = ("reduce_scatter", SCATTER)
+    gathered = ("all_gather", GATHER)
     plain = {name: getattr(dist, name) for name in ("isend", "all_reduce", *scattered, *gathered)}
 
     def counted(call: str, place: int) -> Any:
