@@ -4,21 +4,28 @@ diptych/plans/optimizer_shares.py defines the shares. Ranks exchange one buffer 
 the shares of a rank are side by side: [ranks, entries of the shares].
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from diptych.plans.optimizer_shares import own_share, share_size
 from reference_torch.groups import gather_rows
 
 
+def rows_by_rank(tensor: Tensor, ranks: int) -> Tensor:
+    """Return the entries of a tensor, [ranks, share size], by the rank whose share they are, padded with zeros."""
+    flat = tensor.flatten()
+    return functional.pad(flat, (0, ranks * share_size(len(flat), ranks) - len(flat))).view(ranks, -1)
+
+
 def join_by_rank(tensors: Sequence[Tensor], ranks: int) -> Tensor:
-    """Return the entries of tensors of one dtype by the rank whose share they are, padded with zeros.
+    """Return the rows of several tensors of one dtype, side by side.
 
     Args:
         tensors: gradients or parameters; at least one.
@@ -27,13 +34,7 @@ def join_by_rank(tensors: Sequence[Tensor], ranks: int) -> Tensor:
     Returns:
         [ranks, sum of the share sizes]
     """
-    sizes = [share_size(tensor.numel(), ranks) for tensor in tensors]
-    joined = tensors[0].new_zeros(ranks, sum(sizes))
-    for tensor, rows in zip(tensors, joined.split(sizes, dim=1), strict=True):
-        for rank in range(ranks):
-            share = tensor.flatten()[own_share(tensor.numel(), ranks, rank)]
-            rows[rank, : len(share)] = share
-    return joined
+    return torch.cat([rows_by_rank(tensor, ranks) for tensor in tensors], dim=1)
 
 
 def copy_from_rows(joined: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -49,19 +50,25 @@ def copy_from_rows(joined: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(rows.flatten()[: tensor.numel()].view_as(tensor))
 
 
-def norms_of_shares(tensors: Iterable[Tensor], ranks: int, only: int | None = None) -> list[Tensor]:
+def norms_of_shares(tensors: Sequence[Tensor], ranks: int, only: int | None = None) -> Tensor:
     """Return the 2-norm of every rank's shares of tensors, in the order of the ranks.
 
     Both optimizers add up the squares of these norms. Without this order, clipping would differ by rounding.
 
     Args:
-        tensors: gradients.
+        tensors: gradients, which may be on several devices.
         ranks: ranks that divide them.
         only: the rank whose norm is returned; None: all of them.
+
+    Returns:
+        [ranks] or [1]
     """
-    flat = [tensor.flatten() for tensor in tensors]
-    chosen = range(ranks) if only is None else [only]
-    return [torch.nn.utils.get_total_norm([x[own_share(len(x), ranks, rank)] for x in flat]) for rank in chosen]
+    if ranks == 1 or not tensors:
+        return torch.nn.utils.get_total_norm(tensors).expand(1 if only is not None else ranks)
+    chosen = slice(None) if only is None else slice(only, only + 1)
+    norms = [torch.linalg.vector_norm(rows_by_rank(x, ranks)[chosen], dim=1) for x in tensors]
+    by_rank = torch.stack([each.to(norms[0].device) for each in norms], dim=1)  # [ranks, tensors]
+    return torch.linalg.vector_norm(by_rank, dim=1)
 
 
 class DistributedAdamW(torch.optim.Optimizer):

@@ -401,7 +401,7 @@ class Trainer:
         group = self._groups.with_same_stages
         count = 1 if group is None else group.size()
         own = dist.get_rank(group) if self._is_distributed else None
-        norms = torch.stack(norms_of_shares(gradients, count, own))
+        norms = norms_of_shares(gradients, count, own)
         norms = norms.to(self.device, getattr(torch, self.config.params_dtype))
         if self._is_distributed:
             alone = norms.new_zeros(count)
