@@ -1,4 +1,4 @@
-"""Attributes that submodules set in their forward, and that the code around the cuts reads."""
+"""Attributes that submodules or the code around the cuts set, and that the code around the cuts reads."""
 
 from collections.abc import Mapping
 from threading import Lock
@@ -11,7 +11,7 @@ from reference_torch.pipeline.partial_forward import Run, current_run
 
 
 class AttributeReads:
-    """A context that notes which attributes of whole submodules the enclosing code reads, and in which part.
+    """A context that notes which attributes of modules the enclosing code reads and sets, and in which part.
 
     At its end, the submodules and those that enclose a cut have the attributes that they had before.
 
@@ -30,6 +30,10 @@ class AttributeReads:
         modules = [*(module for _, _, module in inner), *enclosing.values()]
         self._attributes = [(module, _copied(module, memo)) for module in modules]
         self._read: dict[tuple[int, str], set[int]] = {}
+        self._enclosing = {id(module): (path, module) for path, module in enclosing.items()}
+        self._set: set[tuple[int, str]] = set()
+        self._from_before: dict[tuple[int, str], int] = {}
+        self._at_end: dict[tuple[int, str], _Contents | None] = {}
 
     def __enter__(self) -> None:
         _watch(self, 1)
@@ -42,11 +46,27 @@ class AttributeReads:
 
     def note(self, module: nn.Module, key: str, run: Run) -> None:
         """Note the read of an attribute."""
+        place = (id(module), key)
         if id(module) in self._modules and key not in _REGISTRIES:
-            self._read.setdefault((id(module), key), set()).add(run.part)
+            self._read.setdefault(place, set()).add(run.part)
+        elif id(module) in self._enclosing and key not in _REGISTRIES and place not in self._set:
+            self._from_before.setdefault(place, run.part)
+
+    def note_set(self, module: nn.Module, key: str) -> None:
+        """Note that the enclosing code sets an attribute."""
+        self._set.add((id(module), key))
+
+    def end_part(self, part: int) -> None:
+        """Note the attributes from before this call that a part has read, as they are at its end."""
+        for place, first in self._from_before.items():
+            if first == part:
+                self._at_end[place] = self._now(place)
+
+    def _now(self, place: tuple[int, str]) -> "_Contents | None":
+        return _contents(self._enclosing[place[0]][1], place[1]).get(place[1])
 
     def check(self, parts: Mapping[str, set[int]]) -> None:
-        """Refuse that one part reads an attribute that a submodule of another part has changed.
+        """Refuse that one part reads an attribute that another part has changed, for this call or for the next.
 
         Args:
             parts: parts that call each submodule.
@@ -59,6 +79,14 @@ class AttributeReads:
                     f"split_model: expected the code around the cuts to read in stage {max(readers)} what submodules "
                     f"return, got attribute '{path}.{key}', which a submodule sets in another stage; return it from "
                     "that submodule, and pass it on as a value"
+                )
+        for place, before in self._at_end.items():
+            if not _equal(before, self._now(place)):
+                path = ".".join(filter(None, (self._enclosing[place[0]][0], place[1])))
+                raise ValueError(
+                    f"split_model: expected the code around the cuts to read in stage {self._from_before[place]} what "
+                    f"it has set there or before, got attribute {path!r}, which a later stage changes for the next "
+                    "call; pass it to forward and return it, or change it before the cut"
                 )
 
 
@@ -80,10 +108,12 @@ def _watch(reads: AttributeReads, more: int) -> None:
         if more == 1:
             _active.append(reads)
             make.__getattribute__ = _attribute
+            make.__setattr__ = _set_attribute
         else:
             _active.remove(reads)
             if not _active:
                 del make.__getattribute__
+                make.__setattr__ = _set_plainly
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
@@ -94,6 +124,24 @@ def _attribute(module: nn.Module, name: str) -> Any:
         for reads in _active:
             reads.note(module, name, run)
     return get(name)
+
+
+_set_plainly = nn.Module.__setattr__
+
+
+def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute of a module, and note that the enclosing code of a traced forward does."""
+    run = current_run()
+    if run is not None and not run.is_inside:
+        for reads in _active:
+            reads.note_set(module, name)
+    _set_plainly(module, name, value)
+
+
+def end_part(part: int) -> None:
+    """Tell the contexts that a part of the traced forward ends."""
+    for reads in _active:
+        reads.end_part(part)
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:

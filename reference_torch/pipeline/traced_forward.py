@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from reference_torch.pipeline.attribute_reads import AttributeReads
+from reference_torch.pipeline.attribute_reads import AttributeReads, end_part
 from reference_torch.pipeline.global_values import GlobalCaches
 from reference_torch.pipeline.nested_values import PLAIN, changes, containers_copied, contents, plain_in, tensors_in
 from reference_torch.pipeline.partial_forward import Event, Number, Run, Trace, has_fake, name_of
@@ -146,6 +146,7 @@ class _TracingRun(Run):
                 "checkpoint, of another autograd function or of a submodule; give checkpoint use_reentrant=False, or "
                 "cut elsewhere"
             )
+        end_part(self.part)
         self.part += 1
 
     def event(self, called: Any, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
