@@ -6,7 +6,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from reference_torch.pipeline.nested_values import CONTAINERS, PLAIN, containers_copied, contents, same_plain
+from reference_torch.pipeline.nested_values import (
+    CONTAINERS,
+    PLAIN,
+    Place,
+    changes,
+    containers_copied,
+    contents,
+    plain_in,
+    same_plain,
+)
 from reference_torch.pipeline.partial_forward import Run, current_run
 
 
@@ -34,6 +43,8 @@ class AttributeReads:
         self._set: set[tuple[int, str]] = set()
         self._from_before: dict[tuple[int, str], int] = {}
         self._at_end: dict[tuple[int, str], _Contents | None] = {}
+        self._objects = {key: _plain_in_objects(module) for key, (_, module) in self._enclosing.items()}
+        self._changed_objects: dict[str, int] = {}
 
     def __enter__(self) -> None:
         _watch(self, 1)
@@ -57,10 +68,14 @@ class AttributeReads:
         self._set.add((id(module), key))
 
     def end_part(self, part: int) -> None:
-        """Note the attributes from before this call that a part has read, as they are at its end."""
+        """Note what a part that is not the last has changed in objects, and what it has read from before this call."""
         for place, first in self._from_before.items():
             if first == part:
                 self._at_end[place] = self._now(place)
+        for key, (path, module) in self._enclosing.items():
+            for (_, name), *_ in changes(self._objects[key], _plain_in_objects(module)):
+                if (key, name) in self._from_before:  # otherwise a submodule has changed it
+                    self._changed_objects.setdefault(".".join(filter(None, (path, name))), part)
 
     def _now(self, place: tuple[int, str]) -> "_Contents | None":
         return _contents(self._enclosing[place[0]][1], place[1]).get(place[1])
@@ -80,6 +95,13 @@ class AttributeReads:
                     f"return, got attribute '{path}.{key}', which a submodule sets in another stage; return it from "
                     "that submodule, and pass it on as a value"
                 )
+        if self._changed_objects:
+            path, part = next(iter(self._changed_objects.items()))
+            raise ValueError(
+                f"split_model: expected the code around the cuts to change numbers in attributes of modules, got an "
+                f"object in attribute {path!r}, which stage {part} changes and each later stage of the same process "
+                "would change again; let a module have the number, or change it after the last cut"
+            )
         for place, before in self._at_end.items():
             if not _equal(before, self._now(place)):
                 path = ".".join(filter(None, (self._enclosing[place[0]][0], place[1])))
@@ -158,6 +180,17 @@ def _contents(module: nn.Module, only: str | None = None) -> dict[str, _Contents
     """Return what the attributes of a module, or one of them, contain."""
     items = [(key, value) for key, value in vars(module).items() if key not in _REGISTRIES and only in (None, key)]
     return {key: [(place, each, _version(each)) for place, each in contents(value).items()] for key, value in items}
+
+
+def _plain_in_objects(module: nn.Module) -> dict[Place, Any]:
+    """Return the plain values of objects in attributes of a module, which all stages of a process share, by place."""
+    return {
+        ((True, key), *place): each
+        for key, value in vars(module).items()
+        if key not in _REGISTRIES
+        for place, each in plain_in(value).items()
+        if any(is_attribute for is_attribute, _ in place)
+    }
 
 
 def _version(value: Any) -> int | None:

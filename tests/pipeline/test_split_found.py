@@ -478,6 +478,43 @@ class Counts:
         self.calls = 1
 
 
+class ChangedObject(Model):
+    """Which the code before a cut changes, so that each stage of a process would."""
+
+    def make(self) -> None:
+        self.counts = [Counts()]
+
+    def forward(self, x):
+        self.counts[0].calls += 1
+        x = self.b(self.a(x) * self.counts[0].calls)
+        return self.c(x) * self.counts[0].calls
+
+
+class LateObject(Model):
+    """Objects that the last stage changes, that a submodule changes, and that each call makes."""
+
+    def make(self) -> None:
+        self.late, self.of_submodule, self.own = Counts(), Counts(), Counts()
+        self.a = Counting(self.of_submodule)
+
+    def forward(self, x):
+        self.own = Counts()
+        self.own.calls += 2
+        x = self.c(self.b(self.a(x) * self.own.calls))
+        self.late.calls += 1
+        return x * self.late.calls
+
+
+class Counting(nn.Linear):
+    def __init__(self, counts: "Counts") -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.counts = counts
+
+    def forward(self, x):
+        self.counts.calls += 1
+        return super().forward(x)
+
+
 class SetAnew(Model):
     """Attributes that every call sets before it reads them, and one that only the stage after the cut reads."""
 
@@ -498,6 +535,7 @@ class SetAnew(Model):
 
 EQUAL = {
     "attributes that each call sets anew": SetAnew,
+    "objects that one stage changes": LateObject,
     "received tensor, changed in place": ChangedView,
     "hook in the stage of its tensor": EarlyHook,
     "tensors of its own": OwnTensors,
@@ -549,6 +587,7 @@ REFUSED = {
     ),
     "number for the next call": Refused(NextScale, r"in stage 0 .* attribute 'scale', which a later stage changes for"),
     "tensor for the next call": Refused(NextMean, r"in stage 0 .* attribute 'mean', which .* pass it to forward"),
+    "object that stages share": Refused(ChangedObject, r"an object in attribute 'counts', which stage 0 changes and"),
     "object for the next call": Refused(NextInObject, r"in stage 0 .* attribute 'inner\.counts', which a later"),
     "changing result": Refused(
         Temperature, r"plain values that submodule 'a' returns .* got 0\.25 instead of 0\.5; .* as a tensor"
