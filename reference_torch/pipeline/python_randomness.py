@@ -69,6 +69,11 @@ class PythonRandomness:
             self.is_unsure |= not is_drawn
         return is_drawn
 
+    @property
+    def has_other_threads(self) -> bool:
+        """True if another thread runs, whose draws from NumPy look like those of functions imported by name."""
+        return threading.active_count() > 1
+
     def note(self) -> None:
         """Forget the draws until now."""
         self._is_drawn = False

@@ -288,6 +288,8 @@ class _TracingRun(Run):
                 "split_model: expected the code around the cuts to draw random numbers from torch, got a draw from "
                 f"Python's random or from NumPy {where}, which every stage would repeat; draw in a submodule that one "
                 "stage calls, or with torch.rand"
+                + ", or let other threads wait that draw from NumPy meanwhile"
+                * self.randomness.has_other_threads
             )
 
     def _note_generator(self, generator: torch.Generator) -> None:

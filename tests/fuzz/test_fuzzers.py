@@ -23,7 +23,7 @@ def forget_compiled(technique: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "technique", [pytest.param(name, marks=pytest.mark.slow) if name in COMPILED else name for name in TECHNIQUES]
 )
