@@ -72,7 +72,8 @@ def run_torch(part: Part) -> Result:
         return run_trainer(trainer, part)
     finally:
         trainer.offload.close()
-        for group in {*trainer._groups} - {None, torch.distributed.group.WORLD}:  # each has a thread
+        # Those of the mesh, too, of which the trainer leaves out axes of size 1: each has a thread that polls.
+        for group in {*torch.distributed.distributed_c10d._world.pg_map} - {torch.distributed.group.WORLD}:
             torch.distributed.destroy_process_group(group)
 
 
