@@ -58,7 +58,7 @@ def _inside(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
     seen.add(id(value))
     yield value
     if isinstance(value, CONTAINERS):
-        inner = value.values() if isinstance(value, dict) else value
+        inner = dict.values(value) if isinstance(value, dict) else value
     else:
         depth -= 1
         inner = attributes(value).values() if depth >= 0 else ()
@@ -112,8 +112,8 @@ class GlobalCaches:
 
 def _new_entries(before: Any, after: Any) -> list[Any]:
     """Return the entries of a list or dict that an earlier copy of it does not have in the same place."""
-    if isinstance(after, dict):
-        return [value for key, value in after.items() if before.get(key, MISSING) is not value]
+    if isinstance(after, dict):  # also of a class whose methods are other ones
+        return [value for key, value in dict.items(after) if dict.get(before, key, MISSING) is not value]
     return [value for index, value in enumerate(after) if index >= len(before) or before[index] is not value]
 
 

@@ -138,3 +138,24 @@ def test_attributes_that_stages_cannot_know_are_refused_by_name(unchecked_shapes
     cuts = ["inner.b", "inner.c"] if kind is NextInObject else ["b", "c"]
     with pytest.raises(ValueError, match=says):
         check_equal(kind(), cuts, with_example)
+
+
+class Registry(dict):
+    def get(self, key):
+        return self[key]
+
+
+REGISTRY = Registry(scale=2.0, of=[torch.ones(1)])
+
+
+class WithRegistry(Model):
+    """A global dict of a class with methods of its own."""
+
+    def forward(self, x):
+        REGISTRY["last"] = x
+        return self.c(self.b(self.a(x))) * REGISTRY.get("scale")
+
+
+def test_a_global_dict_may_have_methods_of_its_own(unchecked_shapes):
+    check_equal(WithRegistry(), ["b", "c"], True)
+    assert type(REGISTRY["last"]) is torch.Tensor
