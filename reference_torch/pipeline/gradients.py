@@ -57,7 +57,8 @@ class GradientSums:
             if self._config.use_distributed_optimizer:
                 work, received = start_scattered_sum(rows, self._group)
             else:
-                work, received = dist.all_reduce(rows, group=self._group, async_op=True), rows
+                work = dist.all_reduce(rows, group=self._group, async_op=True)
+                received = rows
             assert work is not None, "this rank is one of the replicas"
             self._pending.append((work, received, same_dtype))
 
