@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from diptych_kernels import library, tuning
+from diptych_kernels import assembler, library, tuning
 from diptych_kernels.api import DIFFERENTIATED_TWICE, Functions
 from diptych_kernels.autodiff_rules import Operation
 from diptych_kernels.launch_configs import Launch
@@ -140,7 +140,8 @@ def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         interpret(kernel, launch.grid, arguments, dict(launch.constants))
     else:
         compiled = dict(num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True)
-        kernel[launch.grid](*arguments, **dict(launch.constants), **compiled)
+        with assembler.for_launch(launch, torch.cuda.get_device_capability(device)):
+            kernel[launch.grid](*arguments, **dict(launch.constants), **compiled)
     return outputs
 
 

@@ -335,7 +335,9 @@ class Region:
         self._before_replay = before_replay.get()
         self._slots: list[weakref.ref[Slot]] = []
         self._output_layout: list[tuple | None] = []
-        self.node = _SaveInputs.apply(torch.empty(0, requires_grad=True), *inputs).grad_fn  # pyright: ignore
+        self._inputs_saved: Tensor = _SaveInputs.apply(torch.empty(0, requires_grad=True), *inputs)  # pyright: ignore
+        """An empty tensor that keeps ``node`` valid: before PyTorch 2.13, a node ends with its tensors."""
+        self.node = self._inputs_saved.grad_fn
 
     @property
     def is_restored(self) -> bool:

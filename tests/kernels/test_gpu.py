@@ -143,7 +143,7 @@ def test_blocks_are_measured_once_and_shared(backend, monkeypatch, tmp_path):
     monkeypatch.setenv("DIPTYCH_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("DIPTYCH_TUNE", "1")
     tuning._table.cache_clear()
-    x = normal(0, 512, 1024)
+    x = normal(0, tuning.MEASURED_TOKENS, 256)
     if backend == "torch":
         torch_ops.gelu(torch.from_numpy(x).bfloat16().cuda())
     else:

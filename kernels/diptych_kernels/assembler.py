@@ -1,0 +1,154 @@
+"""Choice of ptxas, the assembler of compiled kernels, on Hopper GPUs (compute capability 9).
+
+ptxas 12 miscompiles kernels with several asynchronous matrix products (wgmma): the scans of the delta rule, in bfloat16
+on an H100, returned wrong numbers or read outside their memory with ptxas 12.8, and exact ones with ptxas 13.0, from
+the same PTX. Triton 3.6 and 3.7 contain ptxas 12.8 and use it for Hopper. The release notes of CUDA 13.3 describe the
+error: https://docs.nvidia.com/cuda/archive/13.3.0/cuda-toolkit-release-notes.
+
+This module therefore searches for the newest ptxas, and launches with matrix products are compiled by it. Kernels of
+other libraries are not affected.
+"""
+
+import glob
+import importlib.util
+import logging
+import os
+import shutil
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from diptych_kernels.launch_configs import Launch
+
+logger = logging.getLogger(__name__)
+HOPPER = 9
+"""Major compute capability of the GPUs whose matrix products ptxas 12 miscompiles."""
+FIRST_CORRECT = (13, 0)
+"""First version of ptxas with which all kernels are correct."""
+
+_KNOBS = ("ptxas", "ptxas_blackwell")
+"""Triton's settings of the assembler; Triton 3.6 uses the first on Hopper, and Triton 3.9 the second."""
+
+
+class Assembler(NamedTuple):
+    """A ptxas.
+
+    Args:
+        version: major and minor version.
+        path: path of the program.
+    """
+
+    version: tuple[int, int]
+    path: str
+
+
+def for_launch(launch: Launch, capability: tuple[int, int]) -> AbstractContextManager[None]:
+    """Return a context in which Triton compiles a launch correctly.
+
+    Args:
+        launch: the launch.
+        capability: compute capability of its GPU.
+
+    Raises:
+        RuntimeError: the launch has matrix products, the GPU is a Hopper GPU, and every ptxas found is too old.
+    """
+    if capability[0] != HOPPER or "PRECISION" not in dict(launch.constants):
+        return nullcontext()
+    newest = find_newest()
+    if newest.version < FIRST_CORRECT:
+        raise RuntimeError(
+            f"{launch.kernel}: expected ptxas {FIRST_CORRECT[0]}.{FIRST_CORRECT[1]} or later, because older ones "
+            f"miscompile matrix products on Hopper GPUs, got {newest.version[0]}.{newest.version[1]} at {newest.path}; "
+            "pip install 'nvidia-cuda-nvcc>=13.3', or set TRITON_PTXAS_PATH, or choose impl='reference'"
+        )
+    return _context(newest.path)
+
+
+@cache
+def find_newest() -> Assembler:
+    """Return the newest ptxas, or that of TRITON_PTXAS_PATH if it is set.
+
+    Raises:
+        RuntimeError: no ptxas runs.
+    """
+    from triton.knobs import NvidiaTool
+
+    given = os.environ.get("TRITON_PTXAS_PATH")
+    tools = [NvidiaTool.from_path(path) for path in ([given] if given else _candidates())]
+    found = [Assembler(_version(tool.version), tool.path) for tool in tools if tool is not None]
+    if not found:
+        raise RuntimeError(f"expected a ptxas that runs, got none at {given or 'the usual places'}; reinstall triton")
+    newest = max(found)
+    logger.info("%s assembles matrix products", newest)
+    return newest
+
+
+def _candidates() -> list[str]:
+    """Return paths of programs that may be a ptxas: Triton's own, NVIDIA's Python packages, and the CUDA toolkit's."""
+    triton = importlib.util.find_spec("triton")
+    nvidia = importlib.util.find_spec("nvidia")
+    bundled = [f"{place}/backends/nvidia/bin/ptxas*" for place in _places(triton)]
+    packages = [f"{place}/*/bin/ptxas" for place in _places(nvidia)]
+    toolkit = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda") / "bin" / "ptxas"
+    on_path = shutil.which("ptxas")
+    found = [path for pattern in (*bundled, *packages) for path in sorted(glob.glob(pattern))]
+    return [*found, *([on_path] if on_path else []), *([str(toolkit)] if toolkit.exists() else [])]
+
+
+def _places(spec: object) -> list[str]:
+    """Return the folders of a package that may be missing."""
+    return list(getattr(spec, "submodule_search_locations", None) or ())
+
+
+def _version(text: str) -> tuple[int, int]:
+    """Return a version such as 13.0 as two integers."""
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+class _Context:
+    """A context in which Triton assembles with a ptxas, entered by several threads at once.
+
+    The first thread that enters changes Triton's settings, and the last one that leaves restores them. They are changed
+    in place, because an assignment to a knob also sets an environment variable. Triton remembers the version of the
+    assembler, which is part of the key of its cache of compiled kernels, and forgets it here.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before: dict[str, str] = {}
+
+    def __enter__(self) -> None:
+        from triton import knobs
+        from triton.backends.nvidia import compiler
+
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                settings = vars(knobs.nvidia)
+                self._before = {name: settings[name] for name in _KNOBS if name in settings}
+                settings.update(dict.fromkeys(_KNOBS, self._path))
+                compiler.get_ptxas_version.cache_clear()
+
+    def __exit__(self, *error: object) -> None:
+        from triton import knobs
+        from triton.backends.nvidia import compiler
+
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                settings = vars(knobs.nvidia)
+                for name in _KNOBS:
+                    del settings[name]
+                settings.update(self._before)
+                compiler.get_ptxas_version.cache_clear()
+
+
+@cache
+def _context(path: str) -> _Context:
+    """Return the context of a ptxas."""
+    return _Context(path)
