@@ -13,6 +13,7 @@ import glob
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import threading
 from contextlib import AbstractContextManager, nullcontext
@@ -54,7 +55,7 @@ def for_launch(launch: Launch, capability: tuple[int, int]) -> AbstractContextMa
     Raises:
         RuntimeError: the launch has matrix products, the GPU is a Hopper GPU, and every ptxas found is too old.
     """
-    if capability[0] != HOPPER or "PRECISION" not in dict(launch.constants):
+    if capability[0] != HOPPER or not _has_products(launch):
         return nullcontext()
     newest = find_newest()
     if newest.version < FIRST_CORRECT:
@@ -64,6 +65,34 @@ def for_launch(launch: Launch, capability: tuple[int, int]) -> AbstractContextMa
             "pip install 'nvidia-cuda-nvcc>=13.3', or set TRITON_PTXAS_PATH, or choose impl='reference'"
         )
     return _context(newest.path)
+
+
+def check_plugin(launch: Launch, platform_version: str, capability: str) -> None:
+    """Reject a launch that XLA would assemble wrongly; XLA uses the ptxas of the CUDA version of JAX's plugin.
+
+    Args:
+        launch: the launch.
+        platform_version: description of the plugin, such as ``cuda 13000``.
+        capability: compute capability of the GPU, such as ``9.0``.
+
+    Raises:
+        RuntimeError: the launch has matrix products, the GPU is a Hopper GPU, and the plugin's CUDA is too old.
+    """
+    found = re.search(r"cuda (\d+)", platform_version)
+    if found is None or not capability.startswith(f"{HOPPER}.") or not _has_products(launch):
+        return
+    version = int(found[1]) // 1000, int(found[1]) % 1000 // 10
+    if version < FIRST_CORRECT:
+        raise RuntimeError(
+            f"{launch.kernel}: expected JAX's plugin for CUDA {FIRST_CORRECT[0]}, because older ones miscompile matrix "
+            f"products on Hopper GPUs, got CUDA {version[0]}.{version[1]}; pip install 'jax[cuda13]', or choose "
+            "impl='reference'"
+        )
+
+
+def _has_products(launch: Launch) -> bool:
+    """Return True if the kernel multiplies matrices."""
+    return "PRECISION" in dict(launch.constants)
 
 
 @cache

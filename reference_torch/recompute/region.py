@@ -495,7 +495,8 @@ class Region:
                 "what changes as an argument, change it after backward, and let a module update its own state outside "
                 "the call (was a module switched between train() and eval()?)"
             )
-        self._refill(outputs, recorded)
+        with self.state.on_streams():  # PyTorch 2.11 copies the outputs
+            self._refill(outputs, recorded)
         self._recorded.update(recorded)
 
     def _inputs(self) -> tuple[tuple, dict, list[Tensor]]:

@@ -80,8 +80,7 @@ class ReplayState:
                 if not enabled and now == (enabled, dtype) and self._cache_enabled == torch.is_autocast_cache_enabled():
                     continue
                 stack.enter_context(torch.autocast(device, dtype, enabled, self._cache_enabled))
-            for index, stream in self._streams.items():
-                self._enter_stream(stack, index, stream)
+            stack.enter_context(self.on_streams())
             for reference, flag in self._flags:
                 parameter = reference()
                 if parameter is not None and parameter.requires_grad != flag:
@@ -89,14 +88,17 @@ class ReplayState:
                     parameter.requires_grad_(flag)
             yield
 
-    def _enter_stream(self, stack: contextlib.ExitStack, index: int, stream: torch.cuda.Stream) -> None:
-        """Enter the stream of the forward, and order it after and before the work of the current stream."""
-        current = torch.cuda.current_stream(index)
-        if current == stream:
-            return
-        stream.wait_stream(current)
-        stack.callback(current.wait_stream, stream)
-        stack.enter_context(torch.cuda.stream(stream))
+    @contextlib.contextmanager
+    def on_streams(self) -> Iterator[None]:
+        """Enter the streams of the forward, and order them after and before the work of the current streams."""
+        with contextlib.ExitStack() as stack:
+            for index, stream in self._streams.items():
+                current = torch.cuda.current_stream(index)
+                if current != stream:
+                    stream.wait_stream(current)
+                    stack.callback(current.wait_stream, stream)
+                    stack.enter_context(torch.cuda.stream(stream))
+            yield
 
     def record_event(self, device: torch.device) -> torch.Event | None:
         """Return an event after the replay on its stream, or None on the CPU."""

@@ -161,8 +161,19 @@ def test_every_candidate_computes_the_same():
             torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
 
 
+def test_jax_runs_every_launch_that_it_measures(monkeypatch):
+    """XLA runs equal launches once; on an H100, two of twenty were run and measured."""
+    interpreted = []
+    interpret = jax_ops._interpret
+    monkeypatch.setattr(jax_ops, "_interpret", lambda *a: interpreted.append(1) or interpret(*a))
+    recorded = ahead.production(2, 2, 16, "float32")["streams.aggregate_forward"]
+    inputs = [jnp.ones(x.shape, x.dtype) for x in recorded.inputs]
+    assert jax_ops.measure(recorded.launch, inputs, repeats=5, rounds=3) > 0
+    assert len(interpreted) == 5 * 3
+
+
 @pytest.mark.slow
-def test_benchmark_has_a_row_a_kernel_and_door(capsys):
+def test_benchmark_has_a_row_a_kernel_and_backend(capsys):
     """What make bench-gpu does, interpreted: its times mean nothing, its rows must be there."""
     from rich.console import Console
 

@@ -14,11 +14,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from reference_torch.recompute import CheckpointWithoutOutput, internals, lazy_restore
 from reference_torch.recompute.guard_memory import guard_address, reset_guard_memory
 from reference_torch.recompute.region import in_replay, slot_of
-from tests.recompute.support import assert_equal, branch, gradients, measure, normal, reader, reference_counting_only
+from tests.recompute.support import (
+    assert_equal,
+    branch,
+    exact_reader,
+    gradients,
+    measure,
+    normal,
+    reader,
+    reference_counting_only,
+)
 
 # R14
-
-cuda = pytest.mark.gpu
 
 
 def slow_gelu(log: list) -> Callable[[Tensor], Tensor]:
@@ -31,12 +38,11 @@ def slow_gelu(log: list) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.gpu
-@cuda
 @pytest.mark.parametrize("scoped", [True, False])
 def test_r14_replay_runs_on_the_stream_of_the_forward(scoped):
     x = normal(0, 256, 256, dtype=torch.float32).detach().cuda().requires_grad_()
     cotangent = normal(1, 256 * 256, dtype=torch.float32, grad=False).cuda()
-    expected = torch.autograd.grad(reader(F.gelu(x)), x, cotangent)
+    expected = torch.autograd.grad(exact_reader(F.gelu(x)), x, cotangent)
     side, log = torch.cuda.Stream(), []
     side.wait_stream(torch.cuda.current_stream())
     checkpoint = CheckpointWithoutOutput()
@@ -44,7 +50,7 @@ def test_r14_replay_runs_on_the_stream_of_the_forward(scoped):
         with torch.cuda.stream(side):
             y = checkpoint.checkpoint(slow_gelu(log), x)
         torch.cuda.current_stream().wait_stream(side)
-        loss = reader(y)
+        loss = exact_reader(y)
         checkpoint.discard_output_and_register_recompute(loss)
     actual = torch.autograd.grad(loss, x, cotangent)
     torch.cuda.synchronize()
@@ -53,11 +59,10 @@ def test_r14_replay_runs_on_the_stream_of_the_forward(scoped):
 
 
 @pytest.mark.gpu
-@cuda
 def test_r14_readers_on_another_stream_wait_for_the_replay():
     x = normal(0, 256, 256, dtype=torch.float32).detach().cuda().requires_grad_()
     cotangent = normal(1, 256 * 256, dtype=torch.float32, grad=False).cuda()
-    expected = torch.autograd.grad(reader(F.gelu(x)), x, cotangent)
+    expected = torch.autograd.grad(exact_reader(F.gelu(x)), x, cotangent)
     log, first, second = [], torch.cuda.Stream(), torch.cuda.Stream()
     for stream in (first, second):
         stream.wait_stream(torch.cuda.current_stream())
@@ -67,7 +72,7 @@ def test_r14_readers_on_another_stream_wait_for_the_replay():
             y = checkpoint.checkpoint(slow_gelu(log), x)
         second.wait_stream(first)
         with torch.cuda.stream(second):
-            loss = reader(y)
+            loss = exact_reader(y)
         torch.cuda.synchronize()
         checkpoint.discard_output()
     torch.full((256, 256), 7.0, device="cuda")  # uses again what was freed
@@ -80,7 +85,6 @@ def test_r14_readers_on_another_stream_wait_for_the_replay():
 
 
 @pytest.mark.gpu
-@cuda
 def test_r14_memory_is_given_back_on_cuda():
     x = normal(0, 1024, 1024, dtype=torch.float32).detach().cuda().requires_grad_()
     size = x.nbytes
@@ -93,7 +97,8 @@ def test_r14_memory_is_given_back_on_cuda():
     assert torch.cuda.memory_allocated() - before < size // 2
     torch.cuda.reset_peak_memory_stats()
     checkpoint.recompute()
-    assert torch.cuda.max_memory_allocated() - before < 1.5 * size
+    copies = 1 if internals.HAS_SWAP else 2  # PyTorch 2.11 copies the replayed output
+    assert torch.cuda.max_memory_allocated() - before < (copies + 0.5) * size
     assert_equal(torch.autograd.grad(loss, x), torch.autograd.grad((x.tanh() * x.tanh()).mean(), x))
 
 

@@ -1,0 +1,120 @@
+"""Matrix products on Hopper GPUs are assembled by a ptxas that does not miscompile them."""
+
+import os
+import threading
+
+import pytest
+from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas, get_ptxas_version
+
+from diptych_kernels import aot, assembler
+
+HOPPER = (9, 0)
+AMPERE = (8, 0)
+SCAN = aot.delta_rule_production(tokens=128, heads=1)["scan.compose"].launch
+SUM = aot.production(128, width=64)["activations.gelu_forward"].launch
+
+
+@pytest.fixture(autouse=True)
+def no_choice_remains():
+    assembler.find_newest.cache_clear()
+    yield
+    assembler.find_newest.cache_clear()
+
+
+@pytest.fixture
+def ptxas(tmp_path):
+    """Make a program that says that it is a ptxas of some version."""
+
+    def make(version):
+        path = tmp_path / f"ptxas-{version}"
+        path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.1'\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+def test_the_newest_is_found(ptxas, monkeypatch):
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    paths = [ptxas("9.2"), ptxas("13.4"), "/missing/ptxas", ptxas("13.10"), ptxas("12.8")]
+    monkeypatch.setattr(assembler, "_candidates", lambda: paths)
+    assert assembler.find_newest() == ((13, 10), paths[3])
+
+
+def test_triton_s_own_is_a_candidate(monkeypatch):
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    assert knobs.nvidia.ptxas.path in assembler._candidates()
+
+
+def test_a_given_one_is_used(ptxas, monkeypatch):
+    monkeypatch.setenv("TRITON_PTXAS_PATH", ptxas("13.1"))
+    assert assembler.find_newest().version == (13, 1)
+
+
+def test_none_that_runs_is_an_error(monkeypatch):
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/missing/ptxas")
+    with pytest.raises(RuntimeError, match="expected a ptxas that runs, got none at /missing/ptxas"):
+        assembler.find_newest()
+
+
+def test_old_ones_are_refused_for_products_on_hopper_only(ptxas, monkeypatch):
+    monkeypatch.setenv("TRITON_PTXAS_PATH", ptxas("12.9"))
+    with pytest.raises(RuntimeError, match=r"delta_rule.scan.compose: expected ptxas 13.0 or later, .* got 12.9 at"):
+        assembler.for_launch(SCAN, HOPPER)
+    with assembler.for_launch(SUM, HOPPER), assembler.for_launch(SCAN, AMPERE):
+        pass
+
+
+@pytest.mark.parametrize("before", [None, "13.1"])
+def test_triton_uses_it_inside_the_context_only(ptxas, monkeypatch, before):
+    monkeypatch.setenv("TRITON_PTXAS_PATH", ptxas("13.3"))
+    settings = vars(knobs.nvidia)
+    if before is not None:
+        monkeypatch.setitem(settings, "ptxas_blackwell", ptxas(before))
+        monkeypatch.setitem(settings, "ptxas", ptxas(before))
+    monkeypatch.delenv("TRITON_PTXAS_BLACKWELL_PATH", raising=False)
+    outside, environment, version = dict(settings), dict(os.environ), get_ptxas_version(90)
+    for _ in range(2):
+        with assembler.for_launch(SCAN, HOPPER):
+            assert get_ptxas(90).version == "13.3"
+            assert "13.3" in get_ptxas_version(90)
+        assert settings == outside
+        assert get_ptxas_version(90) == version
+    assert dict(os.environ) == environment
+
+
+def test_threads_that_overlap_restore_the_settings(ptxas, monkeypatch):
+    monkeypatch.setenv("TRITON_PTXAS_PATH", ptxas("13.3"))
+    before = dict(vars(knobs.nvidia))
+    entered, left = threading.Event(), threading.Event()
+
+    def second():
+        with assembler.for_launch(SCAN, HOPPER):
+            entered.set()
+            left.wait(20)
+            assert get_ptxas(90).version == "13.3"
+
+    thread = threading.Thread(target=second)
+    with assembler.for_launch(SCAN, HOPPER):
+        thread.start()
+        assert entered.wait(20)
+    assert get_ptxas(90).version == "13.3"
+    left.set()
+    thread.join(20)
+    assert dict(vars(knobs.nvidia)) == before
+
+
+@pytest.mark.parametrize(("plugin", "capability", "is_refused"), [
+    ("PJRT C API\ncuda 12090", "9.0", True),
+    ("cuda 13000", "9.0", False),
+    ("cuda 12090", "8.0", False),
+    ("rocm 60000", "9.0", False),
+])  # fmt: skip
+def test_old_plugins_of_jax_are_refused(plugin, capability, is_refused):
+    assembler.check_plugin(SUM, plugin, capability)
+    if not is_refused:
+        assembler.check_plugin(SCAN, plugin, capability)
+        return
+    with pytest.raises(RuntimeError, match=r"expected JAX's plugin for CUDA 13, .* got CUDA 12.9"):
+        assembler.check_plugin(SCAN, plugin, capability)
