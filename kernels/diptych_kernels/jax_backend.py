@@ -142,15 +142,15 @@ def _compiled(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
         ImportError: jax-triton or JAX's CUDA plugin is not installed.
         RuntimeError: the launch has matrix products, and the CUDA version of JAX's plugin miscompiles them.
     """
-    if jax.default_backend() != "cpu":
-        device = jax.local_devices()[0]
-        assembler.check_plugin(launch, device.client.platform_version, str(device.compute_capability))
     module = jax_triton()
     if module is None:
         raise ImportError(
             "impl: expected jax-triton and JAX's CUDA plugin, which launch Triton kernels on a GPU, got an "
             "installation without; pip install 'jax-triton>=0.3.1' 'jax[cuda13]', or choose impl='reference'"
         )
+    device = jax.local_devices()[0]
+    capability = str(getattr(device, "compute_capability", None))  # a CPU, which can lower for a GPU, has none
+    assembler.check_plugin(launch, device.client.platform_version, capability)
     return module.triton_call(
         *inputs,
         *launch.scalars,
