@@ -337,7 +337,7 @@ class Region:
         self._output_layout: list[tuple | None] = []
         self._inputs_saved: Tensor = _SaveInputs.apply(torch.empty(0, requires_grad=True), *inputs)  # pyright: ignore
         """An empty tensor that keeps ``node`` valid: before PyTorch 2.13, a node ends with its tensors."""
-        self.node = self._inputs_saved.grad_fn
+        self.node: Any = self._inputs_saved.grad_fn
 
     @property
     def is_restored(self) -> bool:
@@ -509,7 +509,7 @@ class Region:
                     f"{tuple(parameter.shape)} modified in place; step the optimizer after backward"
                 )
         try:
-            inputs = self.node.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
+            inputs = self.node.saved_tensors
         except RuntimeError as error:
             if isinstance(error, RecomputeUsageError) or "modified by an inplace operation" not in str(error):
                 raise
