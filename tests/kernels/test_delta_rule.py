@@ -165,6 +165,24 @@ def test_grouped_heads(rule, dtype):
     within_budget(rule, *drawn_arrays(rule, 9, 1, 24, 2, 2, 8, 6, 2, decay=0.1), dtype, [0, 3, 24], chunk_size=size)
 
 
+@pytest.mark.parametrize("decay", [pytest.param(0.1, marks=pytest.mark.slow), 5.0])
+def test_diagonal_tiles_by_products_and_by_columns(decay, monkeypatch):
+    """In some tiles, the decay of 5 per token exceeds what keys may be multiplied by."""
+    from diptych_kernels.delta_rule import products
+
+    arrays, cotangents = drawn_arrays("kda", 12, 1, 36, 1, 1, 6, 5, 1, decay=decay)
+    function = partial(RULES["kda"][0], impl="triton", chunk_size=32)
+    within_budget("kda", arrays, cotangents, "bfloat16", chunk_size=32)
+    results = []
+    for limit in (60.0, 0.0):
+        monkeypatch.setattr(products, "LIMIT", products.tl.constexpr(limit))
+        outputs, gradients = torch_gradients(function, arrays, cotangents, "bfloat16")
+        results.append([*outputs, *gradients])
+    assert any(not torch.equal(a, b) for a, b in zip(*results, strict=True))  # the two were computed differently
+    for a, b in zip(*results, strict=True):
+        assert error(a.double(), b.double()) <= 2.0**-6
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_states_are_wide_between_chunks(rule):
     """A decay by less than half a unit of bfloat16 in a chunk would be lost in it, again and again."""

@@ -15,15 +15,22 @@ The formulas are those of gradients.py, for each channel c:
 dq' is dq without its term j = i. Symbols are defined in gradients.py and products.py.
 
 A program computes a tile of 16 tokens and a slice of channels; channels are independent. The sums over other tiles are
-products of operands that decay up to the border between the tiles. The sums within the tile are computed column by
-column, as in products.py.
+products of operands that decay up to the border between the tiles. The sums within the tile are products or are
+computed column by column, as in products.py.
 """
 
 import triton
 import triton.language as tl
 
 from diptych_kernels.common import exp_of
-from diptych_kernels.delta_rule.products import TILE, chunk_of, decays_around, load_rows, store_rows
+from diptych_kernels.delta_rule.products import (
+    TILE,
+    chunk_of,
+    decays_around,
+    decays_since_start,
+    load_rows,
+    store_rows,
+)
 
 
 @triton.jit
@@ -82,25 +89,39 @@ def channel_gradients(
         q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, last, tile, group, head, o_k,
         H, HV, K, SCALE, PRECISION, ACC, C,
     )  # fmt: skip
-    b_sums = tl.zeros([TILE, BK], ACC)
-    b_same = tl.zeros([TILE], ACC)
-    for step in range(TILE):  # the order of _diagonal_tile in products.py
-        column = TILE - 1 - step
-        t = first + tile * TILE + column
-        mask = (o_k < K) & ((t + 0 * o_k) < last)
-        b_key = tl.load(k_ptr + (t * H + group) * K + o_k, mask=mask, other=0.0).to(ACC)
-        b_decay = exp_of(b_sums)
-        p_column = p_a + (tile * TILE + o_r) * C + tile * TILE + column
-        b_all = tl.load(da_qk_ptr + p_column).to(ACC)
-        b_same += tl.where(o_r == column, b_all, 0.0)
-        b_qk = tl.where(o_r > column, b_all, 0.0)[:, None]
-        b_kk = tl.where(o_r > column, tl.load(da_kk_ptr + p_column).to(ACC), 0.0)[:, None]
-        b_dq += b_qk * b_decay * b_key[None, :]
-        b_row += b_kk * b_decay * b_key[None, :]
-        b_own = tl.sum((b_qk * b_q + b_kk * b_k) * b_decay, 0)
-        b_column += tl.where((o_r == column)[:, None], b_own[None, :], 0.0)
-        b_g = tl.load(g_ptr + (t * HV + head) * K + o_k, mask=mask, other=0.0).to(ACC)
-        b_sums = tl.where((o_r >= column)[:, None], b_sums + b_g[None, :], 0.0)
+    b_since, is_mild = decays_since_start(
+        g_ptr, first + tile * TILE, last, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty
+    )
+    if is_mild:
+        below = o_r[:, None] > o_r[None, :]
+        b_qk = tl.where(below, load_tile(da_qk_ptr, p_a, tile, tile, C).to(ACC), 0.0)
+        b_kk = tl.where(below, load_tile(da_kk_ptr, p_a, tile, tile, C).to(ACC), 0.0)
+        b_decay = exp_of(b_since)
+        b_growth = exp_of(-b_since)
+        b_keys = b_k * b_growth
+        b_dq += tl.dot(b_qk, b_keys, input_precision="tf32", out_dtype=ACC) * b_decay
+        b_row += tl.dot(b_kk, b_keys, input_precision="tf32", out_dtype=ACC) * b_decay
+        b_own = tl.dot(tl.trans(b_qk), b_q * b_decay, input_precision="tf32", out_dtype=ACC)
+        b_own = tl.dot(tl.trans(b_kk), b_k * b_decay, b_own, input_precision="tf32", out_dtype=ACC)
+        b_column += b_own * b_growth
+    else:
+        b_sums = tl.zeros([TILE, BK], ACC)
+        for step in range(TILE):  # the order of _diagonal_tile in products.py
+            column = TILE - 1 - step
+            t = first + tile * TILE + column
+            mask = (o_k < K) & ((t + 0 * o_k) < last)
+            b_key = tl.load(k_ptr + (t * H + group) * K + o_k, mask=mask, other=0.0).to(ACC)
+            b_decay = exp_of(b_sums)
+            p_column = p_a + (tile * TILE + o_r) * C + tile * TILE + column
+            b_qk = tl.where(o_r > column, tl.load(da_qk_ptr + p_column).to(ACC), 0.0)[:, None]
+            b_kk = tl.where(o_r > column, tl.load(da_kk_ptr + p_column).to(ACC), 0.0)[:, None]
+            b_dq += b_qk * b_decay * b_key[None, :]
+            b_row += b_kk * b_decay * b_key[None, :]
+            b_own = tl.sum((b_qk * b_q + b_kk * b_k) * b_decay, 0)
+            b_column += tl.where((o_r == column)[:, None], b_own[None, :], 0.0)
+            b_g = tl.load(g_ptr + (t * HV + head) * K + o_k, mask=mask, other=0.0).to(ACC)
+            b_sums = tl.where((o_r >= column)[:, None], b_sums + b_g[None, :], 0.0)
+    b_same = tl.load(da_qk_ptr + p_a + (tile * TILE + o_r) * (C + 1)).to(ACC)
     b_before, b_after = _decays_to_ends(g_ptr, first, last, tile, head, HV, o_k, K, ACC, C)
     b_beta = tl.load(beta_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
     b_seen = load_rows(r_seen_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_before

@@ -14,9 +14,13 @@ q_i and k_i are the query and key of token i, g_i <= 0 its log decays and beta_i
 whole chunk. q_in and k_in multiply the state before the chunk, and k_out contributes to the state after it.
 
 A program computes one chunk of one head. Where each channel has its own decay (KDA), products consist of tiles of
-16 x 16 tokens. A tile on the diagonal is computed column by column. Below the diagonal, rows decay from the first token
-of their tile, and keys decay up to that token. Exponents are sums of log decays, never differences of sums. They are
-therefore never positive and stay accurate after a strong decay, and the row of a token does not depend on later tokens.
+16 x 16 tokens. Below the diagonal, rows decay from the first token of their tile, and keys decay up to that token.
+Exponents are sums of log decays, never differences of sums. They are therefore never positive and stay accurate after a
+strong decay, and the row of a token does not depend on later tokens.
+
+On the diagonal, keys grow back to the first token of the tile instead, if inputs have 16 bits and no channel decays by
+more than exp(-60) within the tile. Otherwise the tile is computed column by column, with exponents that are never
+positive.
 
 The inverse is computed by forward substitution, first over rows within a tile and then over tiles. Powers of the matrix
 would overflow if keys are equal.
@@ -32,6 +36,9 @@ from diptych_kernels.common import exp_of
 
 TILE = tl.constexpr(16)
 """Tokens per tile, the smallest size of products on tensor cores."""
+
+LIMIT = tl.constexpr(60.0)
+"""Largest decay within a tile, in nats, whose inverse multiplies keys; float32 overflows at 88."""
 
 
 @triton.jit
@@ -137,7 +144,7 @@ def _diagonal_tile(
     q_ptr, k_ptr, g_ptr, first, last, head,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Compute A_qk / SCALE and A_kk of a diagonal tile, column by column from the last.
+    """Compute A_qk / SCALE and A_kk of a diagonal tile, by products or column by column from the last.
 
     b_sums holds the sums of g from the token after the column to each row.
     """
@@ -150,19 +157,41 @@ def _diagonal_tile(
         o_k = start + tl.arange(0, BK)
         b_q = load_rows(q_ptr, o_t, o_t < last, group, H, o_k, K, ACC)
         b_k = load_rows(k_ptr, o_t, o_t < last, group, H, o_k, K, ACC)
-        b_sums = tl.zeros([TILE, BK], ACC)
-        for step in range(TILE):
-            column = TILE - 1 - step
-            t = first + column
-            mask = (o_k < K) & ((t + 0 * o_k) < last)
-            b_key = tl.load(k_ptr + (t * H + group) * K + o_k, mask=mask, other=0.0).to(ACC)
-            b_key = exp_of(b_sums) * b_key[None, :]
-            here = (o_r == column)[None, :]
-            b_qk += tl.where(here & (o_r >= column)[:, None], tl.sum(b_q * b_key, 1)[:, None], 0.0)
-            b_kk += tl.where(here & (o_r > column)[:, None], tl.sum(b_k * b_key, 1)[:, None], 0.0)
-            b_g = tl.load(g_ptr + (t * HV + head) * K + o_k, mask=mask, other=0.0).to(ACC)
-            b_sums = tl.where((o_r >= column)[:, None], b_sums + b_g[None, :], 0.0)
-    return b_qk, b_kk
+        b_since, is_mild = decays_since_start(g_ptr, first, last, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty)
+        if is_mild:
+            b_keys = tl.trans(b_k * exp_of(-b_since))
+            b_decay = exp_of(b_since)
+            b_qk = tl.dot(b_q * b_decay, b_keys, b_qk, input_precision="tf32", out_dtype=ACC)
+            b_kk = tl.dot(b_k * b_decay, b_keys, b_kk, input_precision="tf32", out_dtype=ACC)
+        else:
+            b_sums = tl.zeros([TILE, BK], ACC)
+            for step in range(TILE):
+                column = TILE - 1 - step
+                t = first + column
+                mask = (o_k < K) & ((t + 0 * o_k) < last)
+                b_key = tl.load(k_ptr + (t * H + group) * K + o_k, mask=mask, other=0.0).to(ACC)
+                b_key = exp_of(b_sums) * b_key[None, :]
+                here = (o_r == column)[None, :]
+                b_qk += tl.where(here, tl.sum(b_q * b_key, 1)[:, None], 0.0)
+                b_kk += tl.where(here, tl.sum(b_k * b_key, 1)[:, None], 0.0)
+                b_g = tl.load(g_ptr + (t * HV + head) * K + o_k, mask=mask, other=0.0).to(ACC)
+                b_sums = tl.where((o_r >= column)[:, None], b_sums + b_g[None, :], 0.0)
+    below = o_r[:, None] > o_r[None, :]
+    return tl.where(below | (o_r[:, None] == o_r[None, :]), b_qk, 0.0), tl.where(below, b_kk, 0.0)
+
+
+@triton.jit
+def decays_since_start(
+    g_ptr, first, last, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, NARROW: tl.constexpr
+):
+    """Return the log decays since the first token of a tile, [TILE, BK], and whether keys may be multiplied by them.
+
+    Types of more than 16 bits would lose digits: rounding of an exponent is relative to its size.
+    """
+    o_r = tl.arange(0, TILE)
+    o_t = first + o_r
+    b_since = tl.cumsum(load_rows(g_ptr, o_t, (o_t < last) & (o_r > 0), head, HV, o_k, K, ACC), 0)
+    return b_since, (NARROW.primitive_bitwidth == 16) & (tl.min(b_since) > -LIMIT)
 
 
 @triton.jit
