@@ -1,8 +1,9 @@
 """The search for the fastest configurations of a model on a number of ranks, within a limit of memory.
 
-A configuration is a mesh (pipeline ranks, context ranks, replicas), a schedule with its virtual stages, recompute
-settings, offload of parameters on or off, and a microbatch size. Memory is predicted by diptych.planner.memory, time by
-diptych.planner.step_time. Offload of activations is not searched, because its memory is not predicted.
+A configuration is a mesh (pipeline, context and tensor-parallel ranks, replicas), a schedule with its virtual stages,
+recompute settings, offload of parameters on or off, and a microbatch size. Memory is predicted by
+diptych.planner.memory, time by diptych.planner.step_time. Offload of activations is not searched, because its memory is
+not predicted.
 
 Dominated configurations are dropped: those that another configuration beats or equals in both time and memory.
 
@@ -15,16 +16,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 from diptych.planner.memory.ranks import RankMemory, moved_bytes, rank_memories
 from diptych.planner.memory.stages import StageMemory, predict_stages
-from diptych.planner.step_time import Machine, StageTime, StageTimes, after_backward, costs_of, wavefront_delay
+from diptych.planner.step_time import (
+    Machine,
+    StageBlocks,
+    StageTime,
+    StageTimes,
+    after_backward,
+    blocks_of_stages,
+    costs_of,
+    wavefront_delay,
+)
 from diptych.plans.config import TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.recompute import NO_RECOMPUTE
 from diptych.plans.schedule.named import check_sizes, schedule_for
-from diptych.plans.schedule.partition import get_stage_place
+from diptych.plans.schedule.partition import get_stage_place, num_stages
 from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
 from diptych.plans.schedule.simulate import simulate
 from diptych.plans.training import check_microbatch
@@ -46,6 +57,11 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "whole layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 """Recompute settings to try, by name; those with mhc only for models with hyper-connections."""
+
+MAX_TENSOR_PARALLEL = 8
+"""Largest number of tensor-parallel ranks to try: they exchange activations in every layer, so a node should hold them.
+
+They divide sequences as well (sequence_parallel), which needs the same messages and less memory."""
 
 VIRTUAL = (2, 4)
 """Virtual stages per rank to try with the interleaved schedules."""
@@ -69,6 +85,7 @@ class Configuration(NamedTuple):
         parts = [
             f"dp {self.data_parallel_size}" * (self.data_parallel_size > 1),
             f"cp {config.context_parallel_size}" * (config.context_parallel_size > 1),
+            f"tp {config.tensor_model_parallel_size}" * (config.tensor_model_parallel_size > 1),
             f"pp {config.pipeline_model_parallel_size} {config.pipeline_schedule}"
             * (config.pipeline_schedule != "none"),
             f"v {virtual}" if virtual and config.pipeline_schedule in INTERLEAVED_SCHEDULES else "",
@@ -227,37 +244,43 @@ def _configurations(
     """Yield every accepted configuration, and count the refused ones by setting."""
     base = without_searched_settings(config)
     modes = {name: s for name, s in RECOMPUTE.items() if config.enable_hyper_connections or "mhc" not in name}
+    for p, cp, tp in _meshes(ranks):
+        replicas = ranks // (p * cp * tp)
+        if batch % replicas:
+            outcome.refused["global_batch_size"] += 1
+            continue
+        for (name, virtual), mode, offload in product(_schedules(p, schedules), modes, (False, True)):
+            try:
+                made = replace(
+                    base,
+                    pipeline_model_parallel_size=p,
+                    context_parallel_size=cp,
+                    tensor_model_parallel_size=tp,
+                    sequence_parallel=tp > 1,
+                    pipeline_schedule=name,
+                    virtual_pipeline_model_parallel_size=virtual,
+                    enable_tensor_offload=offload,
+                    **modes[mode],
+                )
+            except ValueError as error:
+                outcome.refused[str(error).split(":")[0]] += 1
+                continue
+            for size in _divisors(batch // replicas):
+                m = batch // replicas // size
+                try:
+                    check_microbatch(made, size)
+                    check_sizes(name, p, m, virtual or 1)
+                except ValueError as error:
+                    outcome.refused[str(error).split(":")[0]] += 1
+                    continue
+                yield Configuration(made, size, m, replicas, mode)
+
+
+def _meshes(ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Yield numbers of pipeline, context and tensor-parallel ranks; replicas fill the rest."""
     for p in _divisors(ranks):
         for cp in _divisors(ranks // p):
-            replicas = ranks // p // cp
-            if batch % replicas:
-                outcome.refused["global_batch_size"] += 1
-                continue
-            for name, virtual in _schedules(p, schedules):
-                for mode, settings in modes.items():
-                    for offload in (False, True):
-                        try:
-                            made = replace(
-                                base,
-                                pipeline_model_parallel_size=p,
-                                context_parallel_size=cp,
-                                pipeline_schedule=name,
-                                virtual_pipeline_model_parallel_size=virtual,
-                                enable_tensor_offload=offload,
-                                **settings,
-                            )
-                        except ValueError as error:
-                            outcome.refused[str(error).split(":")[0]] += 1
-                            continue
-                        for size in _divisors(batch // replicas):
-                            m = batch // replicas // size
-                            try:
-                                check_microbatch(made, size)
-                                check_sizes(name, p, m, virtual or 1)
-                            except ValueError as error:
-                                outcome.refused[str(error).split(":")[0]] += 1
-                                continue
-                            yield Configuration(made, size, m, replicas, mode)
+            yield from ((p, cp, tp) for tp in _divisors(ranks // p // cp) if tp <= MAX_TENSOR_PARALLEL)
 
 
 def _schedules(p: int, names: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
@@ -283,6 +306,8 @@ class _Predictions:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._stages = StageTimes(machine)
+        self._ranks: dict[Any, list[int]] = {}
+        self._blocks: dict[Any, StageBlocks] = {}
         self._times: dict[Any, tuple[StageTime, ...]] = {}
         self._memories: dict[Any, list[StageMemory]] = {}
         self._after: dict[Any, tuple[float, float]] = {}
@@ -299,8 +324,7 @@ class _Predictions:
         costs = costs_of(config, times, candidate.micro_batch_size, self._machine)
         passes, weights, first = ([0.0] * config.pipeline_model_parallel_size for _ in range(3))
         leads = [(0.0, 0.0)]  # by stage: seconds of the stages before it, forward and input gradient, with messages
-        for stage, time in enumerate(times):
-            rank = get_stage_place(config, stage).pp_rank
+        for stage, (rank, time) in enumerate(zip(self._stage_ranks(candidate), times, strict=True)):
             if not passes[rank]:
                 first[rank] = stage
             passes[rank] += candidate.num_microbatches * (time.forward + time.input_gradient)
@@ -352,14 +376,26 @@ class _Predictions:
             c.virtual_pipeline_model_parallel_size,
             c.pipeline_schedule in V_SCHEDULES,
             c.context_parallel_size,
+            c.tensor_model_parallel_size,
             candidate.recompute,
             candidate.micro_batch_size,
         )
 
+    def _stage_ranks(self, candidate: Configuration) -> list[int]:
+        """Return the pipeline rank of every stage."""
+        config = candidate.config
+        key = self._key(candidate)[:3]
+        if key not in self._ranks:
+            self._ranks[key] = [get_stage_place(config, stage).pp_rank for stage in range(num_stages(config))]
+        return self._ranks[key]
+
     def _stage_times(self, candidate: Configuration) -> tuple[StageTime, ...]:
         key = self._key(candidate)
         if key not in self._times:
-            self._times[key] = self._stages.of(candidate.config, candidate.micro_batch_size)
+            divided = *key[:3], candidate.recompute
+            if divided not in self._blocks:
+                self._blocks[divided] = blocks_of_stages(candidate.config)
+            self._times[key] = self._stages.of(candidate.config, candidate.micro_batch_size, self._blocks[divided])
         return self._times[key]
 
     def _stage_memories(self, candidate: Configuration) -> list[StageMemory]:
@@ -370,7 +406,7 @@ class _Predictions:
 
     def _after_backward(self, candidate: Configuration) -> tuple[float, float]:
         """Return the seconds of the gradient sum and of the update."""
-        key = *self._key(candidate)[:4], candidate.data_parallel_size
+        key = *self._key(candidate)[:5], candidate.data_parallel_size
         if key not in self._after:
             self._after[key] = after_backward(
                 candidate.config,
@@ -384,8 +420,8 @@ class _Predictions:
     def _work(self, candidate: Configuration) -> list[tuple[float, float, float]]:
         """Return seconds of a step by rank: operations, recomputation, exchanges."""
         sums = [[0.0, 0.0, 0.0] for _ in range(candidate.config.pipeline_model_parallel_size)]
-        for stage, time in enumerate(self._stage_times(candidate)):
-            of_rank = sums[get_stage_place(candidate.config, stage).pp_rank]
+        for rank, time in zip(self._stage_ranks(candidate), self._stage_times(candidate), strict=True):
+            of_rank = sums[rank]
             total = time.forward + time.input_gradient + time.weight_gradient
             for place, part in enumerate((total - time.recomputed - time.exchanged, time.recomputed, time.exchanged)):
                 of_rank[place] += candidate.num_microbatches * part

@@ -12,7 +12,7 @@ benchmarks/step_time.py compares the prediction with measured steps.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from diptych.planner.memory.nodes import Node
 from diptych.planner.memory.ranks import share_bytes
@@ -22,6 +22,7 @@ from diptych.planner.tensor_traffic import RingExchanges, block_exchanges, end_e
 from diptych.planner.traffic import layer_exchanges, message_bytes, wire_traffic
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED
+from diptych.plans.model.layers import LayerConfig
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.partition import get_stage_place, num_stages
@@ -97,21 +98,21 @@ class StageTimes:
         self.machine = machine
         self._found: dict[Hashable, StageTime] = {}
 
-    def of(self, config: TransformerConfig, batch: int) -> tuple[StageTime, ...]:
+    def of(self, config: TransformerConfig, batch: int, blocks: "StageBlocks | None" = None) -> tuple[StageTime, ...]:
         """Return the times of one microbatch on every stage.
 
         Args:
             config: the whole model, with its pipeline and context ranks.
             batch: sequences of a microbatch.
+            blocks: blocks_of_stages(config), for callers that know it; None: it is computed.
         """
         stages = []
-        for stage in range(num_stages(config)):
-            parts = [
-                self._block(config, block, batch) for block in recompute_blocks(config, *get_stage_place(config, stage))
-            ]
+        blocks = blocks_of_stages(config) if blocks is None else blocks
+        for stage, blocks_of_stage in enumerate(blocks):
+            parts = [self._block(config, layers, block, batch) for layers, block in blocks_of_stage]
             if stage == 0:
                 parts.append(self._end(config, "embedding", batch))
-            if stage == num_stages(config) - 1:
+            if stage == len(blocks) - 1:
                 parts.append(self._end(config, "head", batch))
             stages.append(StageTime(*(sum(each) for each in zip((0.0,) * 5, *parts, strict=True))))
         return tuple(stages)
@@ -120,9 +121,10 @@ class StageTimes:
         """Return the times of every stage as diptych.plans.schedule.simulate takes them; arguments as in ``of``."""
         return costs_of(config, self.of(config, batch), batch, self.machine)
 
-    def _block(self, config: TransformerConfig, block: RecomputeBlock, batch: int) -> StageTime:
+    def _block(
+        self, config: TransformerConfig, layer_settings: tuple[LayerConfig, ...], block: RecomputeBlock, batch: int
+    ) -> StageTime:
         """Return the times of a recompute block's layers; equal blocks are computed once."""
-        layer_settings = tuple(map(config.layer, block.layers))
         key = layer_settings, block.kind, block.modules, batch, config.cp_exchange, *_sharing(config)
         if key not in self._found:
             builder = stage_builder(config, batch)
@@ -154,6 +156,22 @@ class StageTimes:
             ahead, back = _waits(end_exchanges(config, name, batch), self.machine)
             self._found[key] = StageTime(forward + ahead, inputs + back, weights, 0.0, ahead + back)
         return self._found[key]
+
+
+StageBlocks: TypeAlias = tuple[tuple[tuple[tuple[LayerConfig, ...], RecomputeBlock], ...], ...]
+"""The recompute blocks of every stage, each with the settings of its layers."""
+
+
+def blocks_of_stages(config: TransformerConfig) -> StageBlocks:
+    """Return the recompute blocks of every stage; they depend on the pipeline and the recompute settings."""
+    settings = [config.layer(number) for number in range(config.num_layers)]
+    return tuple(
+        tuple(
+            (tuple(settings[number] for number in block.layers), block)
+            for block in recompute_blocks(config, *get_stage_place(config, stage))
+        )
+        for stage in range(num_stages(config))
+    )
 
 
 def _sharing(config: TransformerConfig) -> tuple[Hashable, ...]:

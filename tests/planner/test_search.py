@@ -36,10 +36,10 @@ def every_way(config, ranks, batch, schedules):
     found = []
     sizes = range(1, ranks + 1)
     recompute = {n: s for n, s in RECOMPUTE.items() if config.enable_hyper_connections or "mhc" not in n}
-    for p, cp, dp, schedule, v in product(sizes, sizes, sizes, schedules, (None, 2, 4)):
+    for p, cp, tp, dp, schedule, v in product(sizes, sizes, sizes, sizes, schedules, (None, 2, 4)):
         is_v = schedule in ("zb-v", "v-half", "v-min", "dualpipe-v")
         several = is_v or schedule.startswith("interleaved")
-        if p * cp * dp != ranks or (v is None) == several or (is_v and v != 2):
+        if p * cp * tp * dp != ranks or (v is None) == several or (is_v and v != 2):
             continue
         for mode, offload, size, m in product(recompute, (False, True), range(1, batch + 1), range(1, batch + 1)):
             if size * m * dp != batch:
@@ -47,6 +47,8 @@ def every_way(config, ranks, batch, schedules):
             settings_ = {
                 "pipeline_model_parallel_size": p,
                 "context_parallel_size": cp,
+                "tensor_model_parallel_size": tp,
+                "sequence_parallel": tp > 1,
                 "pipeline_schedule": schedule,
                 "virtual_pipeline_model_parallel_size": v,
                 "enable_tensor_offload": offload,
@@ -145,15 +147,23 @@ def test_memory_is_named_only_if_a_way_that_needs_more_is_faster():
     assert not again.constraint.startswith("memory")
 
 
-@pytest.mark.parametrize(("exchange", "sequences"), [("all_gather", 8), ("pipelined", 2)])
-def test_every_way_runs_as_it_is_simulated(exchange, sequences):
+@pytest.mark.parametrize(
+    ("exchange", "sequences", "heads", "divided"),
+    [
+        ("all_gather", 8, 4, "context_parallel_size"),
+        ("pipelined", 2, 1, "context_parallel_size"),
+        ("pipelined", 2, 4, "tensor_model_parallel_size"),
+    ],
+)
+def test_every_way_runs_as_it_is_simulated(exchange, sequences, heads, divided):
     """What the search says of its ways is what the plan of each configuration says.
 
-    Of eight sequences no context ranks in a pipeline are left: replicas are as fast and as small.
+    Of eight sequences no context ranks in a pipeline are left: replicas are as fast and as small. Of two sequences none
+    are left if heads can be divided.
     """
-    config = replace(MODEL, layer_pattern="kda", cp_exchange=exchange)
+    config = replace(MODEL, layer_pattern="kda", cp_exchange=exchange, num_attention_heads=heads)
     found = search(config, 4, 10**9, sequences, SLOW, 20, FEW).best
-    assert any(each.configuration.config.context_parallel_size > 1 for each in found)
+    assert any(getattr(each.configuration.config, divided) > 1 for each in found)
     for each in found:
         chosen = each.configuration
         config, *sizes = chosen.config, chosen.micro_batch_size, chosen.num_microbatches
@@ -353,7 +363,7 @@ def test_a_thousand_ranks_are_searched_quickly(capsys):
     start = time.process_time()
     sizes = "--hidden-size 4096 --num-layers 32 --num-attention-heads 32 --seq-length 4096 --bf16 --use-flash-attn"
     assert main(f"plan {sizes} --memory-limit 80GiB --ranks 1024".split()) == 0
-    assert time.process_time() - start < 60, "about 13 on a core of its own"
+    assert time.process_time() - start < 150, "about 40 beside other work"
     out = capsys.readouterr().out
     assert "1,024 ranks of 81,920.0 MiB" in out
     assert len(re.findall(rf"% +{LOSSES} +\S", out)) == 10

@@ -9,7 +9,7 @@ SCORE_FUNCTIONS = ("softmax", "sigmoid")
 
 def has_experts(config: Any) -> bool:
     """Return True if a layer is a mixture of experts."""
-    return any(config.layer(number).moe for number in range(config.num_layers))
+    return any(layer.moe for layer in config.repeated_layers)
 
 
 def _groups_fit(config: Any) -> bool:

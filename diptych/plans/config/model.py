@@ -363,7 +363,13 @@ class TransformerConfig:
     @property
     def mixers(self) -> frozenset[str]:
         """Mixers that the layers use."""
-        return frozenset(self.layer(number).mixer for number in range(self.num_layers))
+        return frozenset(layer.mixer for layer in self.repeated_layers)
+
+    @property
+    def repeated_layers(self) -> tuple[LayerConfig, ...]:
+        """Settings of the layers that ``layer_pattern`` names, which the other layers repeat."""
+        period = self.layer_pattern.count(",") + 1
+        return tuple(self.layer(number) for number in range(min(period, self.num_layers)))
 
     def layer(self, layer_number: int) -> LayerConfig:
         """Return the settings of one layer.

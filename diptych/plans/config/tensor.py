@@ -36,8 +36,7 @@ def _shared(name: str, of: Callable[[Any], int], what: str) -> Rule:
 
 def _odd_width(config: Any) -> int:
     """Return the inner width of the first layer that the ranks do not divide, or 0."""
-    layers = (config.layer(number) for number in range(min(config.num_layers, len(config.layer_pattern.split(",")))))
-    widths = (layer.ffn_hidden_size for layer in layers)
+    widths = (layer.ffn_hidden_size for layer in config.repeated_layers)
     return next((width for width in widths if width % config.tensor_model_parallel_size), 0)
 
 
