@@ -80,17 +80,28 @@ _SAME_LAYER = frozenset({"squeeze", "slice", "reshape", "pvary", "pcast"})
 
 def live_equations(program: Any) -> list[Any]:
     """Return the equations of a jaxpr on which a result depends."""
+    return _needed(program)[0]
+
+
+def _needed(program: Any) -> tuple[list[Any], set[Any]]:
+    """Return the equations of a jaxpr on which a result depends, and the variables that they and the results read."""
     needed = {v for v in program.outvars if not isinstance(v, Literal)}
     live = []
     for equation in reversed(program.eqns):
         if equation.primitive.name == "optimization_barrier":  # value by value
             read = [i for i, o in _pairs(equation.invars, equation.outvars) if o in needed]
+        elif needed.isdisjoint(equation.outvars):
+            read = []
+        elif equation.primitive.name in ("jit", "pjit"):  # a transposed function may not read what was saved for it
+            inner = equation.params["jaxpr"].jaxpr
+            inside = _needed(inner)[1]
+            read = [i for i, v in _pairs(equation.invars, inner.invars) if v in inside]
         else:
-            read = [] if needed.isdisjoint(equation.outvars) else equation.invars
-        if read or equation.effects:
+            read = equation.invars
+        if read or equation.effects or not needed.isdisjoint(equation.outvars):
             live.append(equation)
             needed.update(v for v in read if not isinstance(v, Literal))
-    return live[::-1]
+    return live[::-1], needed
 
 
 class _Reader:
