@@ -53,6 +53,8 @@ INSTALL_TORCH := $(PIP) install -q --no-index --no-deps torch==$(TORCH_VERSION) 
 INSTALL_PLUGIN := $(PIP) install -q --no-deps -c $(CONSTRAINTS) jax-cuda13-plugin
 endif
 
+# Processes of test-gpu, which compile kernels; each takes half a gigabyte of the GPU.
+GPU_WORKERS ?= 8
 # On a machine with everything installed: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
@@ -122,7 +124,7 @@ test-page: $(INSTALLED)
 	$(PYTEST) tests/planner/test_page.py tests/planner/test_page_file.py tests/planner/test_page_browser.py
 
 test-gpu: $(GPU_INSTALLED)
-	$(ON_GPU) -m pytest -m gpu tests
+	$(ON_GPU) -m pytest -n $(GPU_WORKERS) -m gpu tests
 
 bench-gpu: $(GPU_INSTALLED)
 	$(ON_GPU) -m benchmarks.kernels

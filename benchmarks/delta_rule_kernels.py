@@ -13,25 +13,28 @@ random.
 
 import argparse
 import importlib.util
-import json
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.kernels import RESULTS, commit, compare_implementations, copy_bandwidth, has_jax, random_inputs, seconds
+from benchmarks.kernels import (
+    compare_implementations,
+    copy_bandwidth,
+    description,
+    has_jax,
+    random_inputs,
+    save,
+    seconds,
+)
 from diptych_kernels import aot as ahead
 from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels import torch_backend as torch_ops
 from diptych_kernels import tuning
-from parity.report import environment
 from reference_torch.delta_rule import chunk_gated_delta_rule, chunk_kda
 
 
@@ -47,29 +50,21 @@ def main() -> None:
         raise SystemExit(
             "benchmarks.delta_rule_kernels: expected a CUDA device, got none; pass --interpret to run without one"
         )
-    content = measure(given.tokens, given.heads, given.width, "cpu" if given.interpret else "cuda")
+    if given.interpret:
+        show(Console(), measure(given.tokens, given.heads, given.width, "cpu"))
+        return
+    content = measure(given.tokens, given.heads, given.width, "cuda", partial(save, "delta-rule-"))
     show(Console(), content)
-    if not given.interpret:
-        date = datetime.now(UTC).strftime("%Y-%m-%d")
-        path = RESULTS / f"delta-rule-{content['device'].replace(' ', '-').lower()}-{date}.json"
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n")
-        print(f"written: {path}")
+    print(f"written: {save('delta-rule-', content)}")
 
 
-def measure(tokens: int, heads: int, width: int, device: str) -> dict[str, Any]:
-    """Return all rows, with machine, versions and date."""
+def measure(
+    tokens: int, heads: int, width: int, device: str, saved: Callable[[dict[str, Any]], object] = lambda content: None
+) -> dict[str, Any]:
+    """Return all rows, with machine, versions and date; ``saved`` is called with the rows so far after each of them."""
     roofline = copy_bandwidth(device), product_rate(device)
     recorded = ahead.delta_rule_production(tokens=tokens, heads=heads, key=width, value=width)
-    rows: list[dict[str, Any]] = []
-    for name, entry in track(recorded.items(), "kernels"):
-        rows += kernel_rows(name, entry, device, roofline)
-    operations = operation_rows(tokens, heads, width, device)
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "interpreter",
-        "environment": environment() | {"triton": triton.__version__},
-        "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    content = description(device) | {
         "tokens": tokens,
         "heads": heads,
         "key": width,
@@ -77,11 +72,19 @@ def measure(tokens: int, heads: int, width: int, device: str) -> dict[str, Any]:
         "dtype": "bfloat16",
         "copy_bytes_per_second": roofline[0],
         "product_flops_per_second": roofline[1],
-        "kernels": rows,
-        "operations": operations,
-        "maps_relative_to_forward": pre_process_shares(rows, operations),
+        "kernels": [],
+        "operations": [],
         "fla_core": "absent" if fla() is None else importlib.import_module("fla").__version__,
     }
+    for name, entry in track(recorded.items(), "kernels"):
+        content["kernels"] += kernel_rows(name, entry, device, roofline)
+        saved(content)
+    for row in operation_rows(tokens, heads, width, device):
+        content["operations"].append(row)
+        saved(content)
+    content["maps_relative_to_forward"] = pre_process_shares(content["kernels"], content["operations"])
+    content["complete"] = True
+    return content
 
 
 def product_rate(device: str) -> float:
@@ -147,10 +150,9 @@ def fla() -> Any | None:
     return {"kda": kda.chunk_kda, "gdn": gdn.chunk_gated_delta_rule}
 
 
-def operation_rows(tokens: int, heads: int, width: int, device: str) -> list[dict[str, Any]]:
+def operation_rows(tokens: int, heads: int, width: int, device: str) -> Iterator[dict[str, Any]]:
     """Measure KDA and GDN with kernels, with the reference and with fla-core."""
     fla_core = fla()
-    rows: list[dict[str, Any]] = []
     for name, rule in track({"kda": chunk_kda, "gdn": chunk_gated_delta_rule}.items(), "operations"):
         arrays = arguments(name, tokens, heads, width, device)
         implementations: dict[str, Callable] = {
@@ -159,8 +161,7 @@ def operation_rows(tokens: int, heads: int, width: int, device: str) -> list[dic
         }
         if fla_core is not None:
             implementations["fla-core"] = lambda *a, name=name: fla_core[name](*a)[0]
-        rows += compare_implementations(name, implementations, arrays, device)
-    return rows
+        yield from compare_implementations(name, implementations, arrays, device)
 
 
 def pre_process_shares(kernels: list[dict[str, Any]], operations: list[dict[str, Any]]) -> dict[str, float]:

@@ -15,7 +15,7 @@ import importlib.util
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,9 @@ from rich.progress import track
 from rich.table import Table
 
 from diptych_kernels import aot as ahead
+from diptych_kernels import assembler, tuning
 from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels import torch_backend as torch_ops
-from diptych_kernels import tuning
 from parity.report import environment
 from reference_torch import hyper_connections, ops
 
@@ -46,39 +46,59 @@ def main() -> None:
     given = parser.parse_args()
     if not given.interpret and not torch.cuda.is_available():
         raise SystemExit("benchmarks.kernels: expected a CUDA device, got none; pass --interpret to run without one")
-    content = measure(given.tokens, given.width, "cpu" if given.interpret else "cuda")
+    if given.interpret:
+        show(Console(), measure(given.tokens, given.width, "cpu"))
+        return
+    content = measure(given.tokens, given.width, "cuda", partial(save, ""))
     show(Console(), content)
-    if not given.interpret:
-        date = datetime.now(UTC).strftime("%Y-%m-%d")
-        path = RESULTS / f"{content['device'].replace(' ', '-').lower()}-{date}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n")
-        print(f"written: {path}")
+    print(f"written: {save('', content)}")
 
 
-def measure(tokens: int, width: int, device: str) -> dict[str, Any]:
-    """Return all rows, with machine, versions and date."""
-    bandwidth = copy_bandwidth(device)
-    rows = []
-    for name, recorded in track(ahead.production(tokens, width=width).items(), "kernels"):
-        rows += kernel_rows(name, recorded, tokens, device, bandwidth)
+def save(prefix: str, content: dict[str, Any]) -> Path:
+    """Write results to the file of their device and of today, and return its path."""
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    path = RESULTS / f"{prefix}{content['device'].replace(' ', '-').lower()}-{date}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def description(device: str) -> dict[str, Any]:
+    """Return device, versions, commit and date of a measurement that has begun."""
+    ptxas = assembler.find_newest().version
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "interpreter",
-        "environment": environment() | {"triton": triton.__version__},
+        "environment": environment() | {"triton": triton.__version__, "ptxas": ".".join(map(str, ptxas))},
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "complete": False,
+    }
+
+
+def measure(
+    tokens: int, width: int, device: str, saved: Callable[[dict[str, Any]], object] = lambda content: None
+) -> dict[str, Any]:
+    """Return all rows, with machine, versions and date; ``saved`` is called with the rows so far after each of them."""
+    bandwidth = copy_bandwidth(device)
+    content = description(device) | {
         "tokens": tokens,
         "streams": 4,
         "width": width,
         "dtype": "bfloat16",
         "copy_bytes_per_second": bandwidth,
-        "kernels": rows,
-        "operations": operation_rows(tokens, width, device),
-        "jax": "measured"
-        if any(row["backend"] == "jax" for row in rows)
-        else "absent: no jax-triton, or JAX sees no GPU",
+        "kernels": [],
+        "operations": [],
+        "jax": "measured" if has_jax(device) else "absent: no jax-triton, or JAX sees no GPU",
         "liger_kernel": "measured" if liger() else "absent",
     }
+    for name, recorded in track(ahead.production(tokens, width=width).items(), "kernels"):
+        content["kernels"] += kernel_rows(name, recorded, tokens, device, bandwidth)
+        saved(content)
+    for row in operation_rows(tokens, width, device):
+        content["operations"].append(row)
+        saved(content)
+    content["complete"] = True
+    return content
 
 
 def commit() -> str:
@@ -162,7 +182,7 @@ def liger() -> Any | None:
     return functional
 
 
-def operation_rows(tokens: int, width: int, device: str) -> list[dict[str, Any]]:
+def operation_rows(tokens: int, width: int, device: str) -> Iterator[dict[str, Any]]:
     """Measure operations with kernels, with the eager reference and with liger-kernel."""
     random = partial(torch.randn, device=device)
     x = random(1, tokens, 4, width).bfloat16()
@@ -200,12 +220,10 @@ def operation_rows(tokens: int, width: int, device: str) -> list[dict[str, Any]]
             peer and (lambda x: peer.liger_swiglu(*x.chunk(2, -1))),
         ),
     }
-    rows = []
     names = ("kernels", "eager reference", "liger-kernel")
     for name, (arrays, *functions) in track(operations.items(), "operations"):
         implementations = {who: function for who, function in zip(names, functions, strict=True) if function}
-        rows += compare_implementations(name, implementations, arrays, device)
-    return rows
+        yield from compare_implementations(name, implementations, arrays, device)
 
 
 def compare_implementations(
