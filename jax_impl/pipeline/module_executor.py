@@ -21,6 +21,7 @@ from jax_impl.pipeline.module_stages import (
     Microbatches,
     ModuleStages,
     UserStage,
+    is_number_in_state,
     stage_of_function,
     stage_of_module,
     state_of_module,
@@ -117,6 +118,10 @@ class PipelineExecutor:
         ]
         self._layout = PackedLayout(own, ranks)
         self._state_layout = PackedLayout([[*map(_shape_of, user.state)] for user in self._users], ranks)
+        self._static: dict[tuple, list[dict[int, Any]]] = {}
+        """Numbers of the state of every stage that are read from the modules, by the key of _runs."""
+        self._own_state: Any = None
+        """The last state that this executor returned, which needs no check."""
         self._runs: dict[tuple, Any] = {}
         """Compiled steps by kind, whether a state is given, and the stages, whose mode may change."""
 
@@ -165,7 +170,8 @@ class PipelineExecutor:
         """Return the state of the nnx modules, distributed over the ranks."""
         self._read_modules()
         state = StagedParameters(self._state_layout.stack([[*user.state] for user in self._users]), [])
-        return jax.tree.map(jax.device_put, state, shardings_of(state, self.mesh)).layers
+        self._own_state = jax.tree.map(jax.device_put, state, shardings_of(state, self.mesh)).layers
+        return self._own_state
 
     def update_modules(self, params: Any = None, state: Any = None) -> None:
         """Write staged parameters and a state back into the nnx modules."""
@@ -196,7 +202,10 @@ class PipelineExecutor:
         """
         losses, result = self._run("step", params, inputs, targets, state)
         gradients = result._replace(layers=result.layers[0])
-        return (losses, gradients) if state is None else (losses, gradients, result.layers[1])
+        if state is None:
+            return losses, gradients
+        self._own_state = result.layers[1]
+        return losses, gradients, self._own_state
 
     def evaluate(self, params: Any, inputs: Any, targets: Any = None, state: Any = None) -> Array:
         """Return the losses [m], without gradients; changes of state are dropped. Arguments are those of ``step``."""
@@ -236,7 +245,29 @@ class PipelineExecutor:
         key = kind, state is not None, *(user.key for user in self._users)
         if key not in self._runs:
             self._runs[key] = self._make_run(kind, state is not None)
-        return self._runs[key](StagedParameters((params.layers, given), params.ends), Microbatches(inputs, targets))
+        result = self._runs[key](StagedParameters((params.layers, given), params.ends), Microbatches(inputs, targets))
+        if key not in self._static:
+            self._static[key] = [dict(user.static) for user in self._users]
+        if state is not None and state is not self._own_state:
+            self._check_numbers(self._static[key], state)
+        return result
+
+    def _check_numbers(self, static: Sequence[Mapping[int, Any]], state: Any) -> None:
+        """Check that a state, such as one from a checkpoint, has the numbers that a step reads from the modules.
+
+        Raises:
+            ValueError: it has another one.
+        """
+        if not any(static):
+            return
+        values = self._state_layout.unstack(jax.tree.map(whole_array, state))
+        for stage, (user, numbers, leaves) in enumerate(zip(self._users, static, values, strict=True)):
+            for i, number in numbers.items():
+                if not is_number_in_state(number, leaves[i]):
+                    raise ValueError(
+                        f"state: expected {number!r} for {user.state_names[i]!r} of stage {stage}, the number of its "
+                        f"module, which the call reads and does not change, got {leaves[i]!s}; set it in the module"
+                    )
 
     def _read_modules(self) -> None:
         """Read the present values and modes of the nnx modules, such as training or evaluation.

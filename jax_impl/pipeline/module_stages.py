@@ -56,6 +56,8 @@ class UserStage:
         state: initial values of the other variables of an nnx module.
         identities: identity of each parameter, for nnx modules, which may share variables.
         state_identities: name of each other variable by its identity.
+        state_names: dotted name of each entry of the state.
+        static: numbers of the state, by index, that the last traced call has read from the module and not changed.
     """
 
     key: Any
@@ -66,6 +68,8 @@ class UserStage:
     state: tuple[Any, ...] = field(default=(), repr=False)
     identities: tuple[Any, ...] = field(default=(), repr=False)
     state_identities: Mapping[Any, str] = field(default_factory=dict, repr=False)
+    state_names: tuple[str, ...] = field(default=(), repr=False)
+    static: dict[int, Any] = field(default_factory=dict, repr=False)
 
 
 class _Message(NamedTuple):
@@ -97,6 +101,7 @@ def stage_of_module(module: nnx.Module) -> UserStage:
     values, rest_structure = jax.tree.flatten(rest)
     others = [_path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(rest)[0]]
     numbers = {place: value for place, value in enumerate(values) if _is_number(value)}
+    unchanged: dict[int, Any] = {}
 
     def run(leaves: list[Any], given: list[Any], x: Any) -> tuple[Any, list[Any], list[Any]]:
         own = nnx.merge(graph, jax.tree.unflatten(structure, leaves), jax.tree.unflatten(rest_structure, given))
@@ -122,8 +127,10 @@ def stage_of_module(module: nnx.Module) -> UserStage:
             static = {i: number for i, number in static.items() if i not in changed}
         if [*map(_like, found)] != [*map(_like, given)]:
             raise ValueError(_other_variables(module))
+        unchanged.clear()
+        unchanged.update(static)
         new_state = [
-            old if i in static or after is before else _numbers(after)
+            _as_state(static[i], old) if i in static else old if after is before else _numbers(after)
             for i, (old, before, after) in enumerate(zip(state, given, found, strict=True))
         ]
         return y, new_state, params_after
@@ -138,6 +145,8 @@ def stage_of_module(module: nnx.Module) -> UserStage:
         tuple(map(_numbers, values)),
         tuple(_identity(variables, _path_of(path)) for path, _ in paths),
         {_identity(variables, path): ".".join(map(str, path)) for path in others},
+        tuple(".".join(map(str, path)) for path in others),
+        unchanged,
     )
 
 
@@ -177,6 +186,16 @@ def _is_same_number(found: Any, number: Any) -> bool:
     return found is number or (type(found) is type(number) and found == number)
 
 
+def _as_state(number: Any, old: Any) -> Any:
+    """Return a number of Python as an entry of the state, with the type of the entry before it."""
+    return jnp.where(old == old, number, number).astype(old.dtype)  # varies over the mesh as the old entry does
+
+
+def is_number_in_state(number: Any, leaf: Any) -> bool:
+    """Return True if an entry of a state is a number of Python."""
+    return np.array_equal(np.asarray(_numbers(number)), np.asarray(leaf))
+
+
 def _given(value: Any, array: Any) -> Any:
     """Return an array of the state as a module has it: as a typed key, or as weakly typed as a number of Python."""
     if is_key(value):
@@ -209,7 +228,7 @@ def _updated(old: Any, leaf: Any) -> Any:
     """Return the new value of a variable, which stays a number of Python if it is the same."""
     if is_key(old):
         return jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(old))
-    if _is_number(old) and np.array_equal(np.asarray(_numbers(old)), np.asarray(leaf)):
+    if _is_number(old) and is_number_in_state(old, leaf):
         return old
     return jnp.asarray(leaf)
 

@@ -238,6 +238,20 @@ def test_update_modules_leaves_numbers_that_no_call_has_changed():
     assert np.isfinite(losses).all()
 
 
+def test_a_state_with_another_number_than_the_module_is_refused():
+    """Such as one of a checkpoint: the step would compute with the module's number."""
+    modules = [Returning(dtype=float), Returning(dtype=float)]
+    pipeline, (_, _, state) = step(modules)
+    params, data = pipeline.stage_parameters(), (split_batch(X, M), split_batch(2 * X, M))
+    modules[0].scale.set_value(0.7)  # a mode changes while training goes on
+    *_, state = pipeline.step(params, *data, state)
+    of_checkpoint = jax.tree.map(jnp.copy, state)
+    pipeline.step(params, *data, of_checkpoint)
+    modules[0].scale.set_value(0.2)
+    with pytest.raises(ValueError, match=r"state: expected 0.2 for 'scale' of stage 0, .* got 0.7; set it in the mod"):
+        pipeline.step(params, *data, of_checkpoint)
+
+
 class Returning(Numbers):
     """The same with an array as its output."""
 
