@@ -193,7 +193,8 @@ def _as_state(number: Any, old: Any) -> Any:
 
 def is_number_in_state(number: Any, leaf: Any) -> bool:
     """Return True if an entry of a state is a number of Python."""
-    return np.array_equal(np.asarray(_numbers(number)), np.asarray(leaf))
+    own = np.asarray(_numbers(number))
+    return np.array_equal(own, np.asarray(leaf), equal_nan=np.issubdtype(own.dtype, np.inexact))
 
 
 def _given(value: Any, array: Any) -> Any:

@@ -1,12 +1,12 @@
 """Choice of ptxas, the assembler of compiled kernels, on Hopper GPUs (compute capability 9).
 
-ptxas 12 miscompiles kernels with several asynchronous matrix products (wgmma): the scans of the delta rule, in bfloat16
-on an H100, returned wrong numbers or read outside their memory with ptxas 12.8, and exact ones with ptxas 13.0, from
-the same PTX. Triton 3.6 and 3.7 contain ptxas 12.8 and use it for Hopper. The release notes of CUDA 13.3 describe the
-error: https://docs.nvidia.com/cuda/archive/13.3.0/cuda-toolkit-release-notes.
+ptxas 12.8 miscompiles kernels with several asynchronous matrix products (wgmma): on an H100, the scans of the delta
+rule in bfloat16 returned wrong numbers or read outside their memory. The same PTX assembled by ptxas 13.0 passes the
+tests. Triton 3.6 and 3.7 contain ptxas 12.8 and use it for Hopper. The release notes of CUDA 13.3 describe an error of
+this kind: https://docs.nvidia.com/cuda/archive/13.3.0/cuda-toolkit-release-notes.
 
-This module therefore searches for the newest ptxas, and launches with matrix products are compiled by it. Kernels of
-other libraries are not affected.
+This module therefore searches for the newest ptxas and compiles launches with matrix products by it. Versions before
+13.0 are refused; those between 12.8 and 13.0 were not tried. Kernels of other libraries are not affected.
 """
 
 import glob
@@ -25,9 +25,9 @@ from diptych_kernels.launch_configs import Launch
 
 logger = logging.getLogger(__name__)
 HOPPER = 9
-"""Major compute capability of the GPUs whose matrix products ptxas 12 miscompiles."""
+"""Major compute capability of the GPUs whose matrix products ptxas 12.8 miscompiles."""
 FIRST_CORRECT = (13, 0)
-"""First version of ptxas with which all kernels are correct."""
+"""Oldest version of ptxas with which the kernels passed their tests."""
 
 _KNOBS = ("ptxas", "ptxas_blackwell")
 """Triton's settings of the assembler; Triton 3.6 uses the first on Hopper, and Triton 3.9 the second."""

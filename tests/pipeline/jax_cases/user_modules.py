@@ -1,5 +1,6 @@
 """Stages that users write: what their modules keep, change and wrap."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jax_impl.pipeline import PipelineExecutor, split_batch
+from jax_impl.pipeline.module_stages import is_number_in_state
 from jax_impl.recompute import recompute_modules
 from tests.pipeline.jax_cases.modules import assert_equal, mesh_of, square
 
@@ -247,6 +249,7 @@ def test_a_state_with_another_number_than_the_module_is_refused():
     *_, state = pipeline.step(params, *data, state)
     of_checkpoint = jax.tree.map(jnp.copy, state)
     pipeline.step(params, *data, of_checkpoint)
+    assert is_number_in_state(math.nan, np.float32(math.nan))  # which equals nothing, but is the same state
     modules[0].scale.set_value(0.2)
     with pytest.raises(ValueError, match=r"state: expected 0.2 for 'scale' of stage 0, .* got 0.7; set it in the mod"):
         pipeline.step(params, *data, of_checkpoint)
