@@ -4,16 +4,21 @@ The backward is traced once. Every operation that the gradient of the input need
 that lead to a matrix product or a convolution, and what follows from it, belong to W; the rest also runs in I, because
 its results, such as the gradient of a bias, are smaller than its operands. I saves what W reads of its own.
 
+Under shard_map, what W reads back varies over all mesh axes, and an operation that was traced for a value equal on some
+devices, such as the indices of a sort, would refuse it. Such values are not saved: W computes them from the task where
+that is possible; otherwise I also runs what reads them.
+
 Operations inside of a scan, a loop or a recomputed block are not separated: they run in I if it needs any of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import jax
 from jax import Array
 from jax.extend.core import jaxprs_in_params
 
+from diptych_kernels.mesh_axes import varying_axes
 from jax_impl.pipeline.programs import Task
 from jax_impl.traced_programs import part_of, trace_inlined, variables
 
@@ -49,7 +54,9 @@ class DeferredProducts:
         self._now = [name for name in self._names if name not in deferred]
         self._later = deferred
         by_name = dict(zip(self._names, outputs, strict=True))
-        self._split(traced, in_first, [by_name[name] for name in deferred], task)
+        outputs = [by_name[name] for name in deferred]
+        in_rest = _in_rest(program, in_first, outputs, len(jax.tree.leaves(task)))
+        self._split(traced, sorted(in_rest), outputs, task)
         first_outputs = [*program.outvars[:num_results], *(by_name[name] for name in self._now), *self._saved]
         equations = [equation for i, equation in enumerate(program.eqns) if i in in_first]
         self._first = part_of(program, equations, [*program.constvars, *program.invars], first_outputs)
@@ -71,10 +78,9 @@ class DeferredProducts:
         read = [of_task[i] for i in self._read_of_task]
         return dict(zip(self._later, self._rest(*self._consts, *read, *operands), strict=True))
 
-    def _split(self, traced: Any, in_first: set[int], outputs: list[Any], task: Task) -> None:
-        """Make W from the equations that only the deferred gradients need."""
+    def _split(self, traced: Any, indices: list[int], outputs: list[Any], task: Task) -> None:
+        """Make W from the equations with some indices."""
         program = traced.jaxpr
-        indices = sorted(_needed(program, variables(outputs)) - in_first)
         equations = [program.eqns[i] for i in indices]
         own = {v for equation in equations for v in equation.outvars}
         read = [v for atoms in ([e.invars for e in equations] + [outputs]) for v in variables(atoms) if v not in own]
@@ -85,13 +91,34 @@ class DeferredProducts:
         self._rest = part_of(program, equations, [*program.constvars, *available, *self._saved], outputs)
 
 
-def _needed(program: Any, outputs: list[Any]) -> set[int]:
-    """Return the indices of the equations that lead to some variables."""
+def _in_rest(program: Any, in_first: set[int], outputs: list[Any], num_of_task: int) -> set[int]:
+    """Return the indices of the equations that W runs; add to ``in_first`` those that I must run in addition."""
+    atoms = [*program.invars, *(v for equation in program.eqns for v in equation.outvars)]
+    all_axes = frozenset().union(*(varying_axes(v.aval) for v in atoms))
+    equal = {v for v in atoms if varying_axes(v.aval) != all_axes}  # on some devices
+    known = equal.intersection(program.invars[:num_of_task])
+    from_task = set()
+    for index, equation in enumerate(program.eqns):
+        if known.union(program.constvars).issuperset(variables(equation.invars)) and equal.issuperset(equation.outvars):
+            known.update(equation.outvars)
+            from_task.add(index)
+    while True:
+        in_rest = _needed(program, variables(outputs), in_first - from_task)
+        computed = {v for i in in_rest for v in program.eqns[i].outvars}
+        refused = equal - known - computed
+        readers = [program.eqns[i] for i in in_rest if not refused.isdisjoint(variables(program.eqns[i].invars))]
+        if not readers:
+            return in_rest
+        in_first |= _needed(program, [v for equation in readers for v in equation.outvars])
+
+
+def _needed(program: Any, outputs: list[Any], without: Set[int] = frozenset()) -> set[int]:
+    """Return the indices of the equations that lead to some variables, except ``without`` and what only these need."""
     read = set(outputs)
     needed = set()
     for index in reversed(range(len(program.eqns))):
         equation = program.eqns[index]
-        if not read.isdisjoint(equation.outvars):
+        if index not in without and not read.isdisjoint(equation.outvars):
             needed.add(index)
             read.update(variables(equation.invars))
     return needed

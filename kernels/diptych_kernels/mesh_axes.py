@@ -17,7 +17,7 @@ def match_varying_axes(arrays: tuple) -> list[Any]:
     Returns:
         The cast arrays, with None where ``arrays`` has None.
     """
-    axes = [frozenset() if x is None else _varying_axes(x) for x in arrays]
+    axes = [frozenset() if x is None else varying_axes(jax.typeof(x)) for x in arrays]
     all_axes = frozenset().union(*axes)
     return [
         x if x is None or own == all_axes else jax.lax.pcast(x, tuple(sorted(all_axes - own)), to="varying")
@@ -36,14 +36,17 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
     """
 
     def varying(x: Array) -> Array:
-        missing = tuple(axis for axis in axes if axis not in _varying_axes(x))
+        missing = tuple(axis for axis in axes if axis not in varying_axes(jax.typeof(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(varying, tree)
 
 
-def _varying_axes(x: Array) -> frozenset:
-    """Return the mesh axes over which an array varies, in any supported version of JAX."""
-    kind = jax.typeof(x)
+def varying_axes(kind: Any) -> frozenset[str]:
+    """Return the mesh axes over which the arrays of an abstract value vary, in any supported version of JAX.
+
+    Args:
+        kind: the abstract value, such as ``jax.typeof(x)`` or the ``aval`` of a variable of a jaxpr.
+    """
     manual = getattr(kind, "manual_axis_type", None)
     return frozenset(getattr(manual, "varying", None) or getattr(kind, "vma", ()) or ())

@@ -20,7 +20,7 @@ from jax_impl import ops
 from jax_impl.train import Trainer
 from tests.backends import tiny_corpus
 from tests.pipeline.test_training import trajectory
-from tests.tensor_parallel.test_training import CONFIG, CUTS, REPLICAS, STAGES, TOKENS, TRAIN
+from tests.tensor_parallel.test_training import BATCHES, CONFIG, CUTS, REPLICAS, STAGES, TOKENS, TRAIN
 from tests.test_documents import corpus_of_documents
 
 
@@ -33,7 +33,8 @@ def main(folder: Path, rounds: int, cuts: list[str]) -> None:
         mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "pp", "tp")) if cut == REPLICAS else None
         config = replace(CONFIG, **(TOKENS | STAGES if cut == REPLICAS else CUTS[cut]))
         corpus = corpus_of_documents() if "tokens" in cut else tiny_corpus()
-        (folder / cut).write_bytes(pickle.dumps(trajectory(Trainer(config, TRAIN, corpus, mesh), corpus)))
+        found = trajectory(Trainer(config, TRAIN, corpus, mesh), corpus, BATCHES.get(cut, 5))
+        (folder / cut).write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":

@@ -283,6 +283,39 @@ def test_split_schedules_on_replicas_and_names_with_dots(schedule):
     assert_equal(pipeline.join_parameters(gradients), jax.grad(mean)(parameters))
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.slow)])
+def test_split_schedules_of_what_is_equal_on_all_replicas(schedule):
+    """The indices of a sort and a product of constants vary over no axis; JAX casts them where W reads them."""
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    def mlp(p, x):
+        phases = jnp.sin(jnp.arange(3.0)) @ jnp.cos(jnp.arange(9.0)).reshape(3, 3)
+        return jnp.tanh(jnp.sort(x, 1) @ (p["up"] * phases)) @ p["down"]
+
+    def stage(p, x):
+        return mlp(p, jnp.sort(x @ p["first"], 1))
+
+    names = ("first", "up", "down")
+    parameters = [{name: RANDOM.normal(size=(3, 3)) for name in names} for _ in range(4 if schedule == "zb-v" else 2)]
+    stages = [stage] * len(parameters)
+    x, y = RANDOM.normal(size=(2, M, 4, 5, 3))
+    pipeline = PipelineExecutor(
+        stages, schedule, M, square, parameters=parameters, keep="inputs", mesh=mesh_of(dp=2, pp=2)
+    )
+    losses, gradients = pipeline.step(pipeline.stage_parameters(parameters), x, y)
+
+    def mean(parameters):
+        def loss(x, y):
+            for own in parameters:
+                x = stage(own, x)
+            return square(x, y)
+
+        return jnp.stack([*map(loss, x, y)]).mean()
+
+    expected = jax.value_and_grad(mean)(parameters)
+    assert_equal((losses.mean(), pipeline.join_parameters(gradients)), expected)
+
+
 def test_one_function_with_parameters_of_other_shapes():
     def mlp(p, x):
         return jnp.tanh(x @ p["up"]) @ p["down"]
