@@ -264,7 +264,9 @@ def counted_once(
             counted.append(gradient)
         elif split is not None:
             shares = torch.from_numpy(share_counted(split, size, rank)).to(gradient)
-            counted.append(gradient.movedim(split.axis, -1) * shares)
+            by_axis = [1] * gradient.dim()
+            by_axis[split.axis] = -1
+            counted.append(gradient * shares.view(by_axis))  # in the gradient's order, by which ranks divide it
         elif rank == 0:
             counted.append(gradient)
     return counted

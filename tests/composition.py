@@ -120,6 +120,11 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
         "context ranks, pipelined": {"context_parallel_size": 2, "cp_exchange": "pipelined"},
     },
     "replicas": {"replicas": {"replicas": 2}},
+    "tensor": {
+        "tensor-parallel ranks": {"tensor_model_parallel_size": 2},
+        "tensor-parallel ranks, tokens": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    },
+    "optimizer": {"distributed optimizer": {"use_distributed_optimizer": True}},
     "streams": {
         "mHC": HYPER,
         "mHC of DeepSeek-V4": {**HYPER, "mhc_epsilon": 1e-2, "mhc_transpose_h_res": True, "mhc_head": "learned"},
@@ -160,7 +165,7 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "Kimi Linear": {
             "layer_pattern": "kda,mla+moe",
-            "linear_num_value_heads": None,
+            "linear_num_key_heads": 2,
             "rotary_percent": 0.0,
             "kv_lora_rank": 6,
             "qk_head_dim": 4,
@@ -320,7 +325,14 @@ LIKE_ANY = {
     name: field.default
     for name, field in TransformerConfig.__dataclass_fields__.items()
     if any(word in name for word in _EXECUTION)
-    or name in ("impl", "variable_seq_lengths", "calculate_per_token_loss", "microbatch_group_size_per_vp_stage")
+    or name
+    in (
+        "impl",
+        "variable_seq_lengths",
+        "calculate_per_token_loss",
+        "microbatch_group_size_per_vp_stage",
+        "use_distributed_optimizer",
+    )
 }
 """Default values of the settings that change how a step is executed, but not its result."""
 
