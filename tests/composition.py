@@ -43,6 +43,8 @@ BASE = TransformerConfig(
     params_dtype="float64",
     pipeline_timeout=30.0,
 )
+MAX_RANKS = 16
+"""Ranks of the largest mesh: two replicas, context ranks, tensor-parallel ranks and stages."""
 SEQUENCES = 8
 """Sequences of a step, on all replicas together."""
 STEP = 5
@@ -387,11 +389,10 @@ def torch_step(composition: Composition, folder: Path | None = None) -> Outcome:
 
 
 def _end(*trainers: Any) -> None:
-    """Close offload managers, and destroy process groups, which trainers of one mesh share."""
+    """Close offload managers, and destroy all process groups of the mesh, each of which has a thread that polls."""
     for trainer in trainers:
         trainer.offload.close()
-    groups = {group for trainer in trainers for group in trainer._groups}
-    for group in groups - {None, torch.distributed.group.WORLD}:
+    for group in {*torch.distributed.distributed_c10d._world.pg_map} - {torch.distributed.group.WORLD}:
         torch.distributed.destroy_process_group(group)
 
 

@@ -9,6 +9,7 @@ from hypothesis import Phase, given, settings
 
 from diptych.plans.model.implementation import callback_threads
 from tests.composition import (
+    MAX_RANKS,
     MUST_BE_ACCEPTED,
     OF_FAMILIES,
     QUICK,
@@ -18,8 +19,8 @@ from tests.composition import (
     jax_step,
 )
 
-os.environ["NPROC"] = str(callback_threads(8))
-jax.config.update("jax_num_cpu_devices", 8)
+os.environ["NPROC"] = str(callback_threads(MAX_RANKS))
+jax.config.update("jax_num_cpu_devices", MAX_RANKS)
 jax.config.update("jax_enable_x64", True)
 pytestmark = pytest.mark.usefixtures("few_rounds")
 COMPILED = settings(phases=[Phase.explicit, Phase.generate], suppress_health_check=[*hypothesis.HealthCheck])

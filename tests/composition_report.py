@@ -20,6 +20,7 @@ from diptych.plans.model.implementation import callback_threads
 from tests.composition import (
     DIMENSIONS,
     FEATURES,
+    MAX_RANKS,
     QUICK,
     RARE,
     Composition,
@@ -131,8 +132,8 @@ def main() -> None:
     import jax
 
     torch_cases, jax_cases = map(int, sys.argv[1:] or (TORCH_CASES, JAX_CASES))
-    os.environ["NPROC"] = str(callback_threads(8))
-    jax.config.update("jax_num_cpu_devices", 8)
+    os.environ["NPROC"] = str(callback_threads(MAX_RANKS))
+    jax.config.update("jax_num_cpu_devices", MAX_RANKS)
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_disable_most_optimizations", True)
     from parity.report import environment

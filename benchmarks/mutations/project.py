@@ -139,10 +139,10 @@ class EpsilonOutside(reference_torch.modules.RMSNorm):
 
 
 class SwappedHalves(jax_impl.mlp.MLP):
-    def __call__(self, hidden_states):
+    def __call__(self, hidden_states, tp_size=1):
         inner, _ = self.linear_fc1(hidden_states)
         left, right = jnp.split(inner, 2, axis=-1)
-        return self.linear_fc2(left * jax.nn.silu(right) if self.activation == "swiglu" else inner)
+        return self.linear_fc2(left * jax.nn.silu(right) if self.activation == "swiglu" else inner)[0]
 
 
 class Interleaved(jax_impl.self_attention.SelfAttention):
@@ -197,10 +197,10 @@ class NarrowDecay(jax_impl.linear_attention.GatedDeltaNet):
 class OtherGelu(reference_torch.mlp.MLP):
     """The approximation of the other kind of GELU."""
 
-    def forward(self, hidden_states, recompute=SAVE_ALL):
+    def forward(self, hidden_states, recompute=SAVE_ALL, tp_size=1):
         inner = F.linear(hidden_states, self.linear_fc1.weight)
         other = F.gelu(inner, approximate="none" if _is_tanh(self, inner) else "tanh")
-        return self.linear_fc2(other)
+        return self.linear_fc2(other)[0]
 
 
 def _is_tanh(mlp: reference_torch.mlp.MLP, inner: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Pipelines of any stages: functions ``stage_fn(params, x)`` or nnx modules of the user."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, cast
 
 import jax
@@ -120,8 +120,10 @@ class PipelineExecutor:
         self._state_layout = PackedLayout([[*map(_shape_of, user.state)] for user in self._users], ranks)
         self._static: dict[tuple, list[dict[int, Any]]] = {}
         """Numbers of the state of every stage that are read from the modules, by the key of _runs."""
-        self._own_state: Any = None
-        """The last state that this executor returned, which needs no check."""
+        self._own_state: tuple[Any, list[Set[int]]] = (None, [])
+        """The last state that was returned, and for every stage the indices of numbers that it has from the modules.
+
+        They need no check: a mode may change while training goes on."""
         self._runs: dict[tuple, Any] = {}
         """Compiled steps by kind, whether a state is given, and the stages, whose mode may change."""
 
@@ -168,10 +170,9 @@ class PipelineExecutor:
 
     def initial_state(self) -> dict[str, Array]:
         """Return the state of the nnx modules, distributed over the ranks."""
-        self._read_modules()
-        state = StagedParameters(self._state_layout.stack([[*user.state] for user in self._users]), [])
-        self._own_state = jax.tree.map(jax.device_put, state, shardings_of(state, self.mesh)).layers
-        return self._own_state
+        state = self._state_of_modules()
+        self._own_state = state, [set(range(len(user.state))) for user in self._users]
+        return state
 
     def update_modules(self, params: Any = None, state: Any = None) -> None:
         """Write staged parameters and a state back into the nnx modules."""
@@ -200,23 +201,31 @@ class PipelineExecutor:
             ValueError: the data, an output or a loss are not as expected, or a stage changes its state and none is
                 given.
         """
-        losses, result = self._run("step", params, inputs, targets, state)
+        (losses, result), static = self._run("step", params, inputs, targets, state)
         gradients = result._replace(layers=result.layers[0])
         if state is None:
             return losses, gradients
-        self._own_state = result.layers[1]
-        return losses, gradients, self._own_state
+        self._own_state = result.layers[1], [numbers.keys() for numbers in static]
+        return losses, gradients, result.layers[1]
 
     def evaluate(self, params: Any, inputs: Any, targets: Any = None, state: Any = None) -> Array:
         """Return the losses [m], without gradients; changes of state are dropped. Arguments are those of ``step``."""
-        return self._run("evaluate", params, inputs, targets, state)[0]
+        return self._run("evaluate", params, inputs, targets, state)[0][0]
 
     def forward(self, params: Any, inputs: Any, state: Any = None) -> Any:
         """Return the outputs of the last stage, with leaves [m, ...]. Arguments are those of ``step``."""
-        return self._run("forward", params, inputs, None, state)[0]
+        return self._run("forward", params, inputs, None, state)[0][0]
 
-    def _run(self, kind: str, params: Any, inputs: Any, targets: Any, state: Any) -> Any:
-        """Check the data and run a step."""
+    def _state_of_modules(self) -> dict[str, Array]:
+        """Return what initial_state returns."""
+        self._read_modules()
+        state = StagedParameters(self._state_layout.stack([[*user.state] for user in self._users]), [])
+        return jax.tree.map(jax.device_put, state, shardings_of(state, self.mesh)).layers
+
+    def _run(
+        self, kind: str, params: Any, inputs: Any, targets: Any, state: Any
+    ) -> tuple[Any, Sequence[Mapping[int, Any]]]:
+        """Check the data, run a step, and return its result and the numbers that every stage reads from its module."""
         if not isinstance(params, StagedParameters):
             raise ValueError(
                 f"params: expected the result of stage_parameters, got {type(params).__name__}; call "
@@ -240,17 +249,23 @@ class PipelineExecutor:
                         f"{name}: expected a number of samples that mesh axis {DATA_AXIS!r} of size {parts} divides, "
                         f"got shape {[*shape]}"
                     )
-        given = self.initial_state() if state is None else state
+        given = self._state_of_modules() if state is None else state
         self._read_modules()
         key = kind, state is not None, *(user.key for user in self._users)
         if key not in self._runs:
             self._runs[key] = self._make_run(kind, state is not None)
-        result = self._runs[key](StagedParameters((params.layers, given), params.ends), Microbatches(inputs, targets))
-        if key not in self._static:
-            self._static[key] = [dict(user.static) for user in self._users]
-        if state is not None and state is not self._own_state:
-            self._check_numbers(self._static[key], state)
-        return result
+        try:
+            result = self._runs[key](
+                StagedParameters((params.layers, given), params.ends), Microbatches(inputs, targets)
+            )
+        except Exception:
+            if key not in self._static:  # the next call has to trace the stages again, which finds their numbers
+                del self._runs[key]
+            raise
+        static = self._static.setdefault(key, [dict(user.static) for user in self._users])
+        if state is not None:
+            self._check_numbers(static, state)
+        return result, static
 
     def _check_numbers(self, static: Sequence[Mapping[int, Any]], state: Any) -> None:
         """Check that a state, such as one from a checkpoint, has the numbers that a step reads from the modules.
@@ -258,10 +273,15 @@ class PipelineExecutor:
         Raises:
             ValueError: it has another one.
         """
-        if not any(static):
+        own, from_modules = self._own_state
+        known = from_modules if state is own else [set() for _ in static]
+        checked = [
+            {i: n for i, n in numbers.items() if i not in stage} for numbers, stage in zip(static, known, strict=True)
+        ]
+        if not any(checked):
             return
         values = self._state_layout.unstack(jax.tree.map(whole_array, state))
-        for stage, (user, numbers, leaves) in enumerate(zip(self._users, static, values, strict=True)):
+        for stage, (user, numbers, leaves) in enumerate(zip(self._users, checked, values, strict=True)):
             for i, number in numbers.items():
                 if not is_number_in_state(number, leaves[i]):
                     raise ValueError(

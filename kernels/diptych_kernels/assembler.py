@@ -29,6 +29,9 @@ HOPPER = 9
 FIRST_CORRECT = (13, 0)
 """Oldest version of ptxas with which the kernels passed their tests."""
 
+_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+"""Environment variables by which a user gives Triton an assembler."""
+
 _KNOBS = ("ptxas", "ptxas_blackwell")
 """Triton's settings of the assembler; Triton 3.6 uses the first on Hopper, and Triton 3.9 the second."""
 
@@ -97,29 +100,42 @@ def _has_products(launch: Launch) -> bool:
 
 @cache
 def find_newest() -> Assembler:
-    """Return the newest ptxas, or that of TRITON_PTXAS_PATH if it is set.
+    """Return the newest ptxas, among those of Triton's environment variables if one is set.
 
     Raises:
         RuntimeError: no ptxas runs.
     """
-    from triton.knobs import NvidiaTool
-
-    given = os.environ.get("TRITON_PTXAS_PATH")
-    tools = [NvidiaTool.from_path(path) for path in ([given] if given else _candidates())]
-    found = [Assembler(_version(tool.version), tool.path) for tool in tools if tool is not None]
+    given = [path for name in _VARIABLES if (path := os.environ.get(name))]
+    found = [assembler for path in (given or _candidates()) if (assembler := _assembler_at(path)) is not None]
+    if not found and given:
+        names = ", ".join(name for name in _VARIABLES if os.environ.get(name))
+        raise RuntimeError(
+            f"{names}: expected a ptxas that runs, got {', '.join(given)}; correct or unset the variable"
+        )
     if not found:
-        raise RuntimeError(f"expected a ptxas that runs, got none at {given or 'the usual places'}; reinstall triton")
+        raise RuntimeError("expected a ptxas that runs, got none at the usual places; reinstall triton")
     newest = max(found)
     logger.info("%s assembles matrix products", newest)
     return newest
+
+
+def _assembler_at(path: str) -> Assembler | None:
+    """Return the ptxas at a path, or None if no program there runs and tells its version."""
+    from triton.knobs import NvidiaTool
+
+    try:
+        tool = NvidiaTool.from_path(path)
+        return None if tool is None else Assembler(_version(tool.version), tool.path)
+    except (OSError, ValueError):  # not executable, made for another machine, or another text than a version
+        return None
 
 
 def _candidates() -> list[str]:
     """Return paths of programs that may be a ptxas: Triton's own, NVIDIA's Python packages, and the CUDA toolkit's."""
     triton = importlib.util.find_spec("triton")
     nvidia = importlib.util.find_spec("nvidia")
-    bundled = [f"{place}/backends/nvidia/bin/ptxas*" for place in _places(triton)]
-    packages = [f"{place}/*/bin/ptxas" for place in _places(nvidia)]
+    bundled = [f"{glob.escape(place)}/backends/nvidia/bin/ptxas*" for place in _places(triton)]
+    packages = [f"{glob.escape(place)}/*/bin/ptxas" for place in _places(nvidia)]
     toolkit = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda") / "bin" / "ptxas"
     on_path = shutil.which("ptxas")
     found = [path for pattern in (*bundled, *packages) for path in sorted(glob.glob(pattern))]

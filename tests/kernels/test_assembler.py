@@ -50,14 +50,46 @@ def test_triton_s_own_is_a_candidate(monkeypatch):
 
 
 def test_a_given_one_is_used(ptxas, monkeypatch):
-    monkeypatch.setenv("TRITON_PTXAS_PATH", ptxas("13.1"))
+    """By either of Triton's variables, of which it reads the second on Hopper since version 3.9."""
+    monkeypatch.setenv("TRITON_PTXAS_PATH", ptxas("12.8"))
+    assert assembler.find_newest().version == (12, 8)
+    assembler.find_newest.cache_clear()
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", ptxas("13.1"))
     assert assembler.find_newest().version == (13, 1)
 
 
-def test_none_that_runs_is_an_error(monkeypatch):
-    monkeypatch.setenv("TRITON_PTXAS_PATH", "/missing/ptxas")
-    with pytest.raises(RuntimeError, match="expected a ptxas that runs, got none at /missing/ptxas"):
+UNUSABLE = {
+    "missing": None,
+    "not executable": (b"#!/bin/sh\necho 'release 13.9, V13.9.1'\n", 0o644),
+    "of another machine": (b"\x7fELF\x02\x01\x01" + bytes(60), 0o755),
+    "without a version": (b"#!/bin/sh\necho none\n", 0o755),
+    "with bytes that are no text": (b"#!/bin/sh\nprintf 'release 13.9, V13.9\\377\\376'\n", 0o755),
+    "failing": (b"#!/bin/sh\nexit 3\n", 0o755),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_one_that_does_not_run_is_left_out_and_named_if_it_was_given(kind, ptxas, tmp_path, monkeypatch):
+    path = tmp_path / "ptxas"
+    if UNUSABLE[kind] is not None:
+        content, mode = UNUSABLE[kind]
+        path.write_bytes(content)
+        path.chmod(mode)
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    monkeypatch.setattr(assembler, "_candidates", lambda: [str(path), ptxas("13.1")])
+    assert assembler.find_newest().version == (13, 1)
+    assembler.find_newest.cache_clear()
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(path))
+    with pytest.raises(RuntimeError, match=f"TRITON_PTXAS_PATH: expected a ptxas that runs, got {path}; correct or un"):
         assembler.find_newest()
+
+
+def test_triton_s_own_is_found_in_a_folder_with_brackets(tmp_path, monkeypatch):
+    own = tmp_path / "[env]" / "backends" / "nvidia" / "bin" / "ptxas"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    monkeypatch.setattr(assembler, "_places", lambda spec: [str(tmp_path / "[env]")])
+    assert str(own) in assembler._candidates()
 
 
 def test_old_ones_are_refused_for_products_on_hopper_only(ptxas, monkeypatch):

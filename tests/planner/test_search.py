@@ -41,6 +41,7 @@ def every_way(config, ranks, batch, schedules):
         several = is_v or schedule.startswith("interleaved")
         if p * cp * tp * dp != ranks or (v is None) == several or (is_v and v != 2):
             continue
+        divides_tokens = tp > 1 and config.seq_length % (cp * tp) == 0
         for mode, offload, size, m in product(recompute, (False, True), range(1, batch + 1), range(1, batch + 1)):
             if size * m * dp != batch:
                 continue
@@ -48,7 +49,7 @@ def every_way(config, ranks, batch, schedules):
                 "pipeline_model_parallel_size": p,
                 "context_parallel_size": cp,
                 "tensor_model_parallel_size": tp,
-                "sequence_parallel": tp > 1,
+                "sequence_parallel": divides_tokens,
                 "pipeline_schedule": schedule,
                 "virtual_pipeline_model_parallel_size": v,
                 "enable_tensor_offload": offload,
@@ -355,6 +356,13 @@ def test_the_command_prints_ways_and_what_holds_them_back(capsys):
     assert main([*command.replace("3MB", "3KB").split()]) == 2
     said = r"--memory-limit: expected enough memory for .*no configuration fits, .+ needs least, [\d.]+ MiB; give more"
     assert re.search(said, capsys.readouterr().err)
+
+
+def test_tensor_parallel_ranks_whose_number_does_not_divide_the_length_are_tried(capsys):
+    sizes = "--hidden-size 1024 --num-layers 2 --num-attention-heads 8 --vocab-size 32000 --seq-length 1023"
+    asked = f"plan --ranks 2 --memory-limit 80GiB --global-batch-size 1 {sizes} --no-enable-hyper-connections"
+    assert main(asked.split()) == 0
+    assert "tp 2" in capsys.readouterr().out
 
 
 @pytest.mark.thorough

@@ -255,6 +255,35 @@ def test_a_state_with_another_number_than_the_module_is_refused():
         pipeline.step(params, *data, of_checkpoint)
 
 
+class Corrected(nnx.Module):
+    """Counts its calls in training, and multiplies its output by the count in evaluation."""
+
+    def __init__(self) -> None:
+        self.weight = nnx.Param(jnp.eye(3))
+        self.count = nnx.Variable(0)
+        self.deterministic = False
+
+    def __call__(self, x):
+        count = self.count.get_value()
+        if self.deterministic:
+            return x @ self.weight[...] * count
+        self.count.set_value(count + 1)
+        return x @ self.weight[...]
+
+
+def test_a_number_that_training_changes_and_evaluation_reads_is_that_of_the_state():
+    modules = [Corrected(), Corrected()]
+    pipeline, (_, _, state) = step(modules)
+    for module in modules:
+        module.eval()
+    params, data = pipeline.stage_parameters(), split_batch(X, M)
+    for given in (state, jax.tree.map(jnp.copy, state)):
+        with pytest.raises(ValueError, match=rf"state: expected 0 for 'count' of stage 0, .* got {M}; set it in the"):
+            pipeline.forward(params, data, given)
+    pipeline.update_modules(state=state)
+    assert_equal(pipeline.forward(params, data, state), M * M * data)
+
+
 class Returning(Numbers):
     """The same with an array as its output."""
 

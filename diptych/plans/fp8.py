@@ -1,0 +1,136 @@
+"""FP8: what a product of 8-bit floats computes, in NumPy; both backends compute the same bits.
+
+An array is quantised by a scale for the whole array (recipe ``current``), or for every block of it (``blockwise``):
+
+    q = round_to_even(clip(x * scale)),    scale = largest / max |x|,    x is read as q / scale
+
+where ``largest`` is the largest number of the format. Blocks have scales that are powers of two. The linear map
+y = x w^T has three products, each of two quantised arrays, added up in float32: y from x and w, the gradient of x from
+that of y and w, and the gradient of w from that of y and x. Blocks are 1 x 128 along the axis that is added up, and
+128 x 128 for weights, so the recipe ``blockwise`` quantises x and the gradient of y once for each of their products.
+
+Reference: Micikevicius et al., arXiv 2209.05433, for the formats; DeepSeek-AI, arXiv 2412.19437, section 3.3, for the
+blocks.
+"""
+
+from typing import Literal, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+Format = Literal["e4m3", "hybrid"]
+Recipe = Literal["current", "blockwise"]
+EXPONENT_BITS = 0x7F800000
+"""The bits of a float32 that hold its exponent."""
+BLOCK = 128
+"""Entries of a block along one axis."""
+OF_RECIPE: dict[str, tuple[tuple[int, int] | None, tuple[int, int] | None]] = {
+    "current": (None, None),
+    "blockwise": ((1, BLOCK), (BLOCK, BLOCK)),
+}
+"""Blocks of inputs and gradients, along the axis that is added up last, and of weights; None: one scale for all."""
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+"""The largest number of each 8-bit type."""
+
+
+class Quantization(NamedTuple):
+    """How an array is quantised."""
+
+    dtype: str
+    """Name of the 8-bit type."""
+    block: tuple[int, int] | None
+    """Rows and columns of a block; None: one scale for the whole array."""
+
+    @property
+    def largest(self) -> float:
+        """The largest number of the type."""
+        return LARGEST[self.dtype]
+
+
+class ProductRecipe(NamedTuple):
+    """How the arrays of a linear map are quantised for its three products."""
+
+    inputs: Quantization
+    weights: Quantization
+    gradients: Quantization
+
+
+def product_recipe(format: Format, recipe: Recipe) -> ProductRecipe:
+    """Return how a linear map quantises its arrays.
+
+    Args:
+        format: "e4m3" for all arrays, or "hybrid": e5m2, with more range and less precision, for gradients.
+        recipe: "current" for one scale per array, or "blockwise".
+    """
+    rows, square = OF_RECIPE[recipe]
+    forward = "float8_e4m3fn"
+    backward = "float8_e5m2" if format == "hybrid" else forward
+    return ProductRecipe(Quantization(forward, rows), Quantization(forward, square), Quantization(backward, rows))
+
+
+def scales(amax: np.ndarray, quantization: Quantization) -> np.ndarray:
+    """Return the scale of each maximum: 1 where no scale is finite, NaN where the maximum is not.
+
+    Args:
+        amax: largest absolute values. [...] float32
+        quantization: type, and whether scales are powers of two.
+
+    Returns:
+        [...] float32
+    """
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        scale = np.float32(quantization.largest) / amax
+    if quantization.block is not None:
+        scale = (scale.view(np.int32) & np.int32(EXPONENT_BITS)).view(np.float32)
+    scale = np.where(np.isinf(scale), np.float32(1), scale)
+    return np.where(np.isfinite(amax), scale, np.float32(np.nan))
+
+
+def quantize(x: np.ndarray, quantization: Quantization) -> tuple[np.ndarray, np.ndarray]:
+    """Quantise a matrix.
+
+    Args:
+        x: the matrix, of any floating-point type. [N, K]
+        quantization: type and blocks.
+
+    Returns:
+        The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
+        float32. An entry that is not finite is NaN, and so are all others with the same scale.
+    """
+    wide = x.astype(np.float32)
+    rows, columns = quantization.block or (max(1, x.shape[0]), max(1, x.shape[1]))
+    blocks = blocks_of(x.shape, quantization)
+    padded = np.zeros((blocks[0] * rows, blocks[1] * columns), np.float32)
+    padded[: x.shape[0], : x.shape[1]] = np.abs(wide)
+    scale = scales(padded.reshape(blocks[0], rows, blocks[1], columns).max(axis=(1, 3)), quantization)
+    by_entry = spread(scale, x.shape, quantization)
+    clipped = np.clip(wide * by_entry, -quantization.largest, quantization.largest)
+    return clipped.astype(getattr(ml_dtypes, quantization.dtype)), np.float32(1) / scale
+
+
+def dequantize(values: np.ndarray, inverse: np.ndarray, quantization: Quantization) -> np.ndarray:
+    """Return the numbers [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them."""
+    return values.astype(np.float32) * spread(inverse, values.shape, quantization)
+
+
+def blocks_of(shape: tuple[int, ...], quantization: Quantization) -> tuple[int, int]:
+    """Return the numbers of blocks along both axes of a matrix."""
+    if quantization.block is None:
+        return 1, 1
+    rows, columns = quantization.block
+    return -(-shape[0] // rows), -(-shape[1] // columns)
+
+
+def spread(scale: np.ndarray, shape: tuple[int, ...], quantization: Quantization) -> np.ndarray:
+    """Repeat the scale of each block for its entries. [N, K], or [1, 1] for one scale."""
+    if quantization.block is None:
+        return scale
+    rows, columns = quantization.block
+    return scale.repeat(rows, 0).repeat(columns, 1)[: shape[0], : shape[1]]
+
+
+def product(a: np.ndarray, b: np.ndarray, of_a: Quantization, of_b: Quantization) -> np.ndarray:
+    """Return a @ b.T [N, O] float32 of matrices [N, K] and [O, K] that are quantised, but for the order of the sums."""
+    pairs = ((a, of_a), (b, of_b))
+    a, b = (dequantize(*quantize(x, quantization), quantization) for x, quantization in pairs)
+    return a @ b.T

@@ -1,0 +1,121 @@
+"""Linear maps by products of 8-bit floats in JAX; diptych/plans/fp8.py defines what they compute.
+
+Mirrors ``reference_torch/fp8.py``.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of
+
+
+def quantize(x: Float[Array, "n k"], quantization: Quantization) -> tuple[Array, Float[Array, "a b"]]:
+    """Quantise a matrix.
+
+    Args:
+        x: the matrix. [N, K]
+        quantization: type and blocks.
+
+    Returns:
+        The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
+        float32. An entry that is not finite is NaN, and so are all others with the same scale.
+    """
+    wide = x.astype(jnp.float32)
+    scale = _scales(_maxima(wide, quantization), quantization)
+    largest = quantization.largest
+    scaled = wide * _spread(scale, wide.shape, quantization)
+    clipped = jnp.where(jnp.isnan(scaled), scaled, jnp.clip(scaled, -largest, largest))
+    return clipped.astype(quantization.dtype), 1 / scale
+
+
+def dequantize(values: Array, inverse: Float[Array, "a b"], quantization: Quantization) -> Float[Array, "n k"]:
+    """Return the numbers [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them."""
+    return values.astype(jnp.float32) * _spread(inverse, values.shape, quantization)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def fp8_linear(x: Float[Array, "*b i"], weight: Float[Array, "o i"], recipe: ProductRecipe) -> Float[Array, "*b o"]:
+    """Return x @ weight.T by products of 8-bit floats, forward and backward.
+
+    Backward quantises x again instead of saving it in 8 bits.
+
+    Args:
+        x: input. [..., I]
+        weight: weight. [O, I]
+        recipe: how the arrays are quantised.
+
+    Returns:
+        [..., O] in the type of x.
+    """
+    y = _product(_rows(x), weight, recipe.inputs, recipe.weights)
+    return y.astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def input_gradient(x: Array, weight: Array, gradient: Array, recipe: ProductRecipe) -> Array:
+    """Return the gradient of x, in its shape and type, from that of the output."""
+    d_x = _product(_rows(gradient), weight.T, recipe.gradients, recipe.weights)
+    return d_x.astype(x.dtype).reshape(x.shape)
+
+
+def weight_gradient(x: Float[Array, "*n i"], gradient: Float[Array, "*n o"], recipe: ProductRecipe) -> Array:
+    """Return the gradient [O, I] float32 of the weight, from the input and the gradient of the output."""
+    return _product(_rows(gradient).T, _rows(x).T, recipe.gradients, recipe.inputs)
+
+
+def _forward(x: Array, weight: Array, recipe: ProductRecipe) -> tuple[Array, tuple[Array, Array]]:
+    """Return the product, and save its operands as they are."""
+    return fp8_linear(x, weight, recipe), (x, weight)
+
+
+def _backward(recipe: ProductRecipe, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    """Return the gradients of both operands; each is one product."""
+    x, weight = saved
+    return input_gradient(x, weight, gradient, recipe), weight_gradient(x, gradient, recipe).astype(weight.dtype)
+
+
+fp8_linear.defvjp(_forward, _backward)
+
+
+def _rows(x: Array) -> Array:
+    """Return an array as a matrix of its last axis."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _product(a: Array, b: Array, of_a: Quantization, of_b: Quantization) -> Array:
+    """Return a @ b.T [N, O] float32 of matrices [N, K] and [O, K], quantised."""
+    pairs = ((a, of_a), (b, of_b))
+    a, b = (dequantize(*quantize(x, quantization), quantization) for x, quantization in pairs)
+    return a @ b.T
+
+
+def _maxima(x: Array, quantization: Quantization) -> Array:
+    """Return the largest absolute value of every block, [blocks of N, blocks of K]; of a matrix without entries 0."""
+    sizes = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf)  # XLA's maximum of a NaN and a number may be the number
+    if quantization.block is None:
+        return sizes.max(initial=0).reshape(1, 1)
+    rows, columns = quantization.block
+    blocks = blocks_of(x.shape, quantization)
+    missing = ((0, blocks[0] * rows - x.shape[0]), (0, blocks[1] * columns - x.shape[1]))
+    return jnp.pad(sizes, missing).reshape(blocks[0], rows, blocks[1], columns).max((1, 3), initial=0)
+
+
+def _scales(amax: Array, quantization: Quantization) -> Array:
+    """Return the scale of each maximum; see diptych.plans.fp8.scales."""
+    scale = jnp.float32(quantization.largest) / amax
+    if quantization.block is not None:
+        bits = jax.lax.bitcast_convert_type(scale, jnp.int32) & EXPONENT_BITS
+        scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    scale = jnp.where(jnp.isinf(scale), 1.0, scale)
+    return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
+
+
+def _spread(scale: Array, shape: tuple[int, ...], quantization: Quantization) -> Array:
+    """Repeat the scale of each block for its entries. [N, K], or [1, 1] for one scale."""
+    if quantization.block is None:
+        return scale
+    rows, columns = quantization.block
+    return jnp.repeat(jnp.repeat(scale, rows, 0), columns, 1)[: shape[0], : shape[1]]
