@@ -55,13 +55,13 @@ def fp8_linear(x: Float[Array, "*b i"], weight: Float[Array, "o i"], recipe: Pro
     return y.astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
-def input_gradient(x: Array, weight: Array, gradient: Array, recipe: ProductRecipe) -> Array:
+def _input_gradient(x: Array, weight: Array, gradient: Array, recipe: ProductRecipe) -> Array:
     """Return the gradient of x, in its shape and type, from that of the output."""
     d_x = _product(_rows(gradient), weight.T, recipe.gradients, recipe.weights)
     return d_x.astype(x.dtype).reshape(x.shape)
 
 
-def weight_gradient(x: Float[Array, "*n i"], gradient: Float[Array, "*n o"], recipe: ProductRecipe) -> Array:
+def _weight_gradient(x: Float[Array, "*n i"], gradient: Float[Array, "*n o"], recipe: ProductRecipe) -> Array:
     """Return the gradient [O, I] float32 of the weight, from the input and the gradient of the output."""
     return _product(_rows(gradient).T, _rows(x).T, recipe.gradients, recipe.inputs)
 
@@ -74,7 +74,7 @@ def _forward(x: Array, weight: Array, recipe: ProductRecipe) -> tuple[Array, tup
 def _backward(recipe: ProductRecipe, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     """Return the gradients of both operands; each is one product."""
     x, weight = saved
-    return input_gradient(x, weight, gradient, recipe), weight_gradient(x, gradient, recipe).astype(weight.dtype)
+    return _input_gradient(x, weight, gradient, recipe), _weight_gradient(x, gradient, recipe).astype(weight.dtype)
 
 
 fp8_linear.defvjp(_forward, _backward)

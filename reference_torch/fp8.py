@@ -54,7 +54,7 @@ def fp8_linear(x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], recipe: P
     return _Fp8Linear.apply(x, weight, recipe)
 
 
-def weight_gradient(x: Float[Tensor, "n i"], gradient: Float[Tensor, "n o"], recipe: ProductRecipe) -> Tensor:
+def _weight_gradient(x: Float[Tensor, "n i"], gradient: Float[Tensor, "n o"], recipe: ProductRecipe) -> Tensor:
     """Return the gradient [O, I] float32 of the weight, from the input and the gradient of the output."""
     return _product(gradient.T, x.T, recipe.gradients, recipe.inputs)
 
@@ -81,7 +81,7 @@ class _Fp8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = _product(rows, weight.T, recipe.gradients, recipe.weights).to(x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
-            d_weight = weight_gradient(x.reshape(-1, x.shape[-1]), rows, recipe).to(weight.dtype)
+            d_weight = _weight_gradient(x.reshape(-1, x.shape[-1]), rows, recipe).to(weight.dtype)
         return d_x, d_weight, None
 
 

@@ -43,7 +43,7 @@ class Quantization(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The largest number of the type."""
+        """Return the largest number of the type."""
         return LARGEST[self.dtype]
 
 

@@ -54,10 +54,10 @@ CUTS = {
 }
 
 
-def trajectory(trainer, corpus, step=5) -> tuple[dict[str, np.ndarray], ...]:
-    """What a few steps report, gradients of a step's batch before them, and parameters after them."""
-    batch = corpus.batch(step, TRAIN.global_batch_size, CONFIG.seq_length)
-    loss, gradients = trainer.loss_and_gradients(batch, step)
+def trajectory(trainer, corpus, number=5) -> tuple[dict[str, np.ndarray], ...]:
+    """What a few steps report, gradients of the batch of a number before them, and parameters after them."""
+    batch = corpus.batch(number, TRAIN.global_batch_size, CONFIG.seq_length)
+    loss, gradients = trainer.loss_and_gradients(batch, number)
     results = [trainer.train_step(step) for step in range(STEPS)]
     reported = {
         "loss": np.array([loss, *(result.loss for result in results)]),
