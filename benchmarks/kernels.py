@@ -230,27 +230,38 @@ def compare_implementations(
     name: str, implementations: dict[str, Callable], arrays: list[torch.Tensor], device: str
 ) -> list[dict[str, Any]]:
     """Measure the implementations of an operation, forward alone and with backward."""
-    timed = {who: time_directions(function, arrays, device) for who, function in implementations.items()}
+    timed: dict[str, dict[str, float]] = {who: {} for who in implementations}
+    failed = {}
+    for who, function in implementations.items():
+        try:
+            for direction, time_taken in time_directions(function, arrays, device):
+                timed[who][direction] = time_taken
+        except Exception as error:  # another library may refuse this device; its kernels raise exceptions of any type
+            if who == "kernels":
+                raise
+            failed[who] = f"{type(error).__name__}: {error}"[:300]
     rows = []
     for direction in ("forward", "forward and backward"):
-        taken = {who: times[direction] for who, times in timed.items()}
+        taken = {who: times[direction] for who, times in timed.items() if direction in times}
         rows.append(
             {
                 "operation": name,
                 "direction": direction,
                 "microseconds": {who: t * 1e6 for who, t in taken.items()},
                 "speed_relative_to": {who: t / taken["kernels"] for who, t in taken.items() if who != "kernels"},
+                "failed": failed,
             }
         )
     return rows
 
 
-def time_directions(function: Callable, arrays: list[torch.Tensor], device: str) -> dict[str, float]:
-    """Return the seconds of forward, and of forward with the gradients of all inputs."""
+def time_directions(function: Callable, arrays: list[torch.Tensor], device: str) -> Iterator[tuple[str, float]]:
+    """Yield the direction and seconds of forward, and of forward with the gradients of all inputs."""
     leaves = [x.detach().requires_grad_() for x in arrays]
     with torch.no_grad():
         outputs = function(*arrays)
         forward = seconds(lambda: function(*arrays), device)
+    yield "forward", forward
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     cotangents = [torch.randn_like(o) for o in outputs]
 
@@ -258,7 +269,7 @@ def time_directions(function: Callable, arrays: list[torch.Tensor], device: str)
         results = function(*leaves)
         torch.autograd.grad(results if isinstance(results, tuple) else (results,), leaves, cotangents)
 
-    return {"forward": forward, "forward and backward": seconds(both, device)}
+    yield "forward and backward", seconds(both, device)
 
 
 def show(console: Console, content: dict[str, Any]) -> None:

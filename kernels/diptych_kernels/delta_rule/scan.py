@@ -27,7 +27,7 @@ The file scan.py of both backends contains the reference implementation.
 import triton
 import triton.language as tl
 
-from diptych_kernels.delta_rule.products import decays_of_chunk, load_rows, store_rows
+from diptych_kernels.delta_rule.products import TILE, decays_of_chunk, load_rows, store_rows
 
 
 @triton.jit
@@ -45,9 +45,13 @@ def sequence_of(sequences_ptr, HV: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def load_lower(a_ptr, chunk, head, HV: tl.constexpr, C: tl.constexpr, o_i, o_j):
-    """Load the matrix [C, C] of a chunk and head, with its upper triangle 0."""
+    """Load the lower triangular matrix [C, C] of a chunk and head.
+
+    Tiles above the diagonal are not read; within diagonal tiles, the matrix has zeros above the diagonal. A mask of
+    whole tiles, unlike one of elements, leaves the loads wide.
+    """
     p_a = (chunk * HV + head) * (C * C) + o_i * C + o_j
-    return tl.load(a_ptr + p_a, mask=o_i >= o_j, other=0.0)
+    return tl.load(a_ptr + p_a, mask=o_i // TILE >= o_j // TILE, other=0.0)
 
 
 @triton.jit
