@@ -14,9 +14,9 @@ The formulas are those of gradients.py, for each channel c:
 
 dq' is dq without its term j = i. Symbols are defined in gradients.py and products.py.
 
-A program computes a tile of 16 tokens and a slice of channels; channels are independent. The sums over other tiles are
-products of operands that decay up to the border between the tiles. The sums within the tile are products or are
-computed column by column, as in products.py.
+A program computes a slice of channels of a chunk; channels are independent. As in products.py, the sums are matrix
+products of the whole chunk if no channel of the slice decays too much, and otherwise consist of tiles of 16 tokens. The
+sums over other tiles are then products of operands that decay up to the border between the tiles.
 """
 
 import triton
@@ -69,28 +69,114 @@ def channel_gradients(
 ):
     """Compute dq, dk, before, after [T, HV, K], and dbeta per slice of channels [T, HV, SLICES].
 
-    A program computes a tile of tokens and a slice of channels; grid (NC HV, C / TILE, SLICES).
+    A program computes a slice of channels of a chunk; grid (NC HV, SLICES).
     """
     ACC: tl.constexpr = dbetas_ptr.dtype.element_ty
+    NARROW: tl.constexpr = k_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
-    tile = tl.program_id(1)
-    slice_index = tl.program_id(2)
-    if first + tile * TILE >= last:
-        return
-    o_r = tl.arange(0, TILE)
+    slice_index = tl.program_id(1)
     o_k = slice_index * BK + tl.arange(0, BK)
-    o_t = first + tile * TILE + o_r
-    m_t = o_t < last
     group = head // (HV // H)
     p_a = (chunk * HV + head) * (C * C)
-    b_q = load_rows(q_ptr, o_t, m_t, group, H, o_k, K, ACC) * SCALE
-    b_k = load_rows(k_ptr, o_t, m_t, group, H, o_k, K, ACC)
-    b_dq, b_row, b_column = _with_other_tiles(
-        q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, last, tile, group, head, o_k,
-        H, HV, K, SCALE, PRECISION, ACC, C,
-    )  # fmt: skip
+    b_since, is_mild = decays_since_start(g_ptr, first, last, head, HV, o_k, K, ACC, NARROW, C)
+    if is_mild:
+        o_c = tl.arange(0, C)
+        o_t = first + o_c
+        m_t = o_t < last
+        b_q = load_rows(q_ptr, o_t, m_t, group, H, o_k, K, ACC) * SCALE
+        b_k = load_rows(k_ptr, o_t, m_t, group, H, o_k, K, ACC)
+        b_decay = exp_of(b_since)
+        b_growth = exp_of(-b_since)
+        b_dq, b_row, b_column = _with_whole_chunk(
+            da_qk_ptr + p_a, da_kk_ptr + p_a, b_q, b_k, b_decay, b_growth, NARROW, PRECISION
+        )
+        b_first = tl.load(
+            g_ptr + (first * HV + head) * K + o_k, mask=(o_k < K) & (first + 0 * o_k < last), other=0.0
+        ).to(ACC)
+        b_rest = tl.sum(tl.where((o_c == C - 1)[:, None], b_since, 0.0), 0)
+        b_before = b_decay * exp_of(b_first)[None, :]
+        b_after = b_growth * exp_of(b_rest)[None, :]
+        b_same = tl.load(da_qk_ptr + p_a + o_c * (C + 1)).to(ACC)
+        _store_gradients(
+            beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, before_ptr, after_ptr, dbetas_ptr,
+            o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
+            HV, K, SCALE, SLICES, ACC,
+        )  # fmt: skip
+    else:
+        for tile in tl.range(0, C // TILE, disable_licm=True):
+            o_t = first + tile * TILE + tl.arange(0, TILE)
+            m_t = o_t < last
+            b_q = load_rows(q_ptr, o_t, m_t, group, H, o_k, K, ACC) * SCALE
+            b_k = load_rows(k_ptr, o_t, m_t, group, H, o_k, K, ACC)
+            b_dq, b_row, b_column = _with_other_tiles(
+                q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, last, tile, group, head, o_k,
+                H, HV, K, SCALE, PRECISION, ACC, C,
+            )  # fmt: skip
+            b_dq, b_row, b_column = _with_own_tile(
+                k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, last, tile, group, head, o_k,
+                b_q, b_k, b_dq, b_row, b_column, H, HV, K, ACC, C,
+            )  # fmt: skip
+            b_before, b_after = _decays_to_ends(g_ptr, first, last, tile, head, HV, o_k, K, ACC, C)
+            b_same = tl.load(da_qk_ptr + p_a + (tile * TILE + tl.arange(0, TILE)) * (C + 1)).to(ACC)
+            _store_gradients(
+                beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, before_ptr, after_ptr, dbetas_ptr,
+                o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
+                HV, K, SCALE, SLICES, ACC,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_gradients(
+    beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, before_ptr, after_ptr, dbetas_ptr,
+    o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
+    HV: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr, SLICES: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Add the terms of the states to the sums over tokens, and store the gradients of the tokens o_t."""
+    b_beta = tl.load(beta_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
+    b_seen = load_rows(r_seen_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_before
+    b_dq += load_rows(r_in_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_before
+    b_row -= b_seen * b_beta[:, None]
+    b_out = load_rows(r_out_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_after
+    store_rows(before_ptr, o_t, m_t, head, HV, o_k, K, b_q * b_dq + b_k * (b_row - b_column))
+    store_rows(after_ptr, o_t, m_t, head, HV, o_k, K, b_k * b_out)
+    store_rows(dq_ptr, o_t, m_t, head, HV, o_k, K, (b_dq + b_same[:, None] * b_k) * SCALE)
+    store_rows(dk_ptr, o_t, m_t, head, HV, o_k, K, b_row + b_column + b_out + b_same[:, None] * b_q)
+    is_first = (slice_index + 0 * o_t) == 0
+    b_dbeta = tl.load(dbeta_ptr + o_t * HV + head, mask=m_t & is_first, other=0.0) - tl.sum(b_k * b_seen, 1)
+    tl.store(dbetas_ptr + (o_t * HV + head) * SLICES + slice_index, b_dbeta, mask=m_t)
+
+
+@triton.jit
+def _with_whole_chunk(p_qk, p_kk, b_q, b_k, b_decay, b_growth, NARROW: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the sums over all tokens of a chunk, dq / SCALE, row and column, from decays since its first token."""
+    C: tl.constexpr = b_q.shape[0]
+    ACC: tl.constexpr = b_q.dtype
+    o_i = tl.arange(0, C)[:, None]
+    o_j = tl.arange(0, C)[None, :]
+    b_qk = tl.load(p_qk + o_i * C + o_j)
+    b_qk = tl.where(o_i > o_j, b_qk, 0.0).to(b_qk.dtype)
+    b_kk = tl.load(p_kk + o_i * C + o_j)  # 0 on and above the diagonal
+    b_keys = (b_k * b_growth).to(NARROW)
+    b_dq = tl.dot(b_qk, b_keys, input_precision=PRECISION, out_dtype=ACC) * b_decay
+    b_row = tl.dot(b_kk, b_keys, input_precision=PRECISION, out_dtype=ACC) * b_decay
+    b_rows = (b_q * b_decay).to(NARROW)
+    b_column = tl.dot(tl.trans(b_qk), b_rows, input_precision=PRECISION, out_dtype=ACC)
+    b_rows = (b_k * b_decay).to(NARROW)
+    b_column = tl.dot(tl.trans(b_kk), b_rows, b_column, input_precision=PRECISION, out_dtype=ACC)
+    return b_dq, b_row, b_column * b_growth
+
+
+@triton.jit
+def _with_own_tile(
+    k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, last, tile, group, head, o_k,
+    b_q, b_k, b_dq, b_row, b_column,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Add the sums over the tokens of a tile to dq / SCALE, row and column of the same tile."""
+    BK: tl.constexpr = o_k.shape[0]
+    o_r = tl.arange(0, TILE)
     b_since, is_mild = decays_since_start(
-        g_ptr, first + tile * TILE, last, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty
+        g_ptr, first + tile * TILE, last, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE
     )
     if is_mild:
         below = o_r[:, None] > o_r[None, :]
@@ -121,21 +207,7 @@ def channel_gradients(
             b_column += tl.where((o_r == column)[:, None], b_own[None, :], 0.0)
             b_g = tl.load(g_ptr + (t * HV + head) * K + o_k, mask=mask, other=0.0).to(ACC)
             b_sums = tl.where((o_r >= column)[:, None], b_sums + b_g[None, :], 0.0)
-    b_same = tl.load(da_qk_ptr + p_a + (tile * TILE + o_r) * (C + 1)).to(ACC)
-    b_before, b_after = _decays_to_ends(g_ptr, first, last, tile, head, HV, o_k, K, ACC, C)
-    b_beta = tl.load(beta_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
-    b_seen = load_rows(r_seen_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_before
-    b_dq += load_rows(r_in_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_before
-    b_row -= b_seen * b_beta[:, None]
-    b_out = load_rows(r_out_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_after
-    store_rows(before_ptr, o_t, m_t, head, HV, o_k, K, b_q * b_dq + b_k * (b_row - b_column))
-    store_rows(after_ptr, o_t, m_t, head, HV, o_k, K, b_k * b_out)
-    store_rows(dq_ptr, o_t, m_t, head, HV, o_k, K, (b_dq + b_same[:, None] * b_k) * SCALE)
-    store_rows(dk_ptr, o_t, m_t, head, HV, o_k, K, b_row + b_column + b_out + b_same[:, None] * b_q)
-    b_dbeta = tl.load(dbeta_ptr + o_t * HV + head, mask=m_t & ((slice_index + 0 * o_r) == 0), other=0.0) - tl.sum(
-        b_k * b_seen, 1
-    )
-    tl.store(dbetas_ptr + (o_t * HV + head) * SLICES + slice_index, b_dbeta, mask=m_t)
+    return b_dq, b_row, b_column
 
 
 @triton.jit

@@ -170,8 +170,7 @@ def _products(builder: Callable, block: Block, call: Call, grid: tuple[int, ...]
 
 def products_by_channel(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch q, k, g, chunks -> A_qk, A_kk."""
-    tiles = call.chunk_size // TILE
-    return _products(products_by_channel, block, call, (_programs(call), tiles * (tiles + 1) // 2))
+    return _products(products_by_channel, block, call, (_programs(call),))
 
 
 def products_by_head(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
@@ -326,7 +325,7 @@ def channel_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch
         *[(call.by_channel, call.wide)] * 2,
         ((*call.by_channel[:2], slices), call.wide),
     ]
-    grid = (_programs(call), call.chunk_size // TILE, slices)
+    grid = (_programs(call), slices)
     constants = dict(H=call.heads, K=call.key, SCALE=call.scale, PRECISION=_precision(call), BK=columns, SLICES=slices)
     return _launch("channel_gradients", channel_gradients, block, call, grid, outputs, **constants)
 

@@ -13,14 +13,15 @@ In a chunk of C tokens, with channels c:
 q_i and k_i are the query and key of token i, g_i <= 0 its log decays and beta_i its step size. G_C is the sum over the
 whole chunk. q_in and k_in multiply the state before the chunk, and k_out contributes to the state after it.
 
-A program computes one chunk of one head. Where each channel has its own decay (KDA), products consist of tiles of
-16 x 16 tokens. Below the diagonal, rows decay from the first token of their tile, and keys decay up to that token.
-Exponents are sums of log decays, never differences of sums. They are therefore never positive and stay accurate after a
-strong decay, and the row of a token does not depend on later tokens.
+A program computes one chunk of one head. Where each channel has its own decay (KDA) and inputs have 16 bits, A_qk and
+A_kk are matrix products of the whole chunk if no channel decays by more than exp(-60) after the chunk's first token:
+queries decay from this token on, and keys grow back to it.
 
-On the diagonal, keys grow back to the first token of the tile instead, if inputs have 16 bits and no channel decays by
-more than exp(-60) within the tile. Otherwise the tile is computed column by column, with exponents that are never
-positive.
+Otherwise they consist of tiles of 16 x 16 tokens. Below the diagonal, rows decay from the first token of their tile,
+and keys decay up to that token. Exponents are sums of log decays, never differences of sums. They are therefore never
+positive and stay accurate after a strong decay, and the row of a token does not depend on later tokens. A tile on the
+diagonal is computed in the form of the whole chunk, from its own first token, if its decay allows that, and otherwise
+column by column, with exponents that are never positive.
 
 The inverse is computed by forward substitution, first over rows within a tile and then over tiles. Powers of the matrix
 would overflow if keys are equal.
@@ -38,7 +39,7 @@ TILE = tl.constexpr(16)
 """Tokens per tile, the smallest size of products on tensor cores."""
 
 LIMIT = tl.constexpr(60.0)
-"""Largest decay within a tile, in nats, whose inverse multiplies keys; float32 overflows at 88."""
+"""Largest decay within a tile or chunk, in nats, whose inverse multiplies keys; float32 overflows at 88."""
 
 
 @triton.jit
@@ -100,13 +101,6 @@ def decayed(
 
 
 @triton.jit
-def tile_of(tile):
-    """Return row and column of a tile, numbered row by row on and below the diagonal, for at most four rows."""
-    row = (tile >= 1).to(tl.int32) + (tile >= 3).to(tl.int32) + (tile >= 6).to(tl.int32)
-    return row, tile - row * (row + 1) // 2
-
-
-@triton.jit
 def products_by_channel(
     q_ptr,
     k_ptr,
@@ -122,21 +116,70 @@ def products_by_channel(
     C: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Compute A_qk and A_kk [NC, HV, C, C] with one decay per channel; grid (NC HV, tiles on and below the diagonal).
+    """Compute A_qk and A_kk [NC, HV, C, C] with one decay per channel; grid (NC HV,).
 
     Tiles above the diagonal are not written.
     """
     ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
-    row, column = tile_of(tl.program_id(1))
-    o_r = tl.arange(0, TILE)
-    if row == column:
-        b_qk, b_kk = _diagonal_tile(q_ptr, k_ptr, g_ptr, first + row * TILE, last, head, H, HV, K, ACC, BK)
+    p_a = (chunk * HV + head) * (C * C)
+    if _is_mild_chunk(g_ptr, first, last, head, HV, K, ACC, k_ptr.dtype.element_ty, C, BK):
+        b_qk, b_kk = _whole_chunk(q_ptr, k_ptr, g_ptr, first, last, head, H, HV, K, PRECISION, ACC, C, BK)
+        o_i = tl.arange(0, C)[:, None]
+        o_j = tl.arange(0, C)[None, :]
+        m_a = o_i // TILE >= o_j // TILE
+        tl.store(a_qk_ptr + p_a + o_i * C + o_j, tl.where(o_i >= o_j, b_qk * SCALE, 0.0), mask=m_a)
+        tl.store(a_kk_ptr + p_a + o_i * C + o_j, tl.where(o_i > o_j, b_kk, 0.0), mask=m_a)
     else:
-        b_qk, b_kk = _lower_tile(q_ptr, k_ptr, g_ptr, first, last, row, column, head, H, HV, K, PRECISION, ACC, C, BK)
-    p_a = (chunk * HV + head) * (C * C) + (o_r + row * TILE)[:, None] * C + (o_r + column * TILE)[None, :]
-    tl.store(a_qk_ptr + p_a, b_qk * SCALE)
-    tl.store(a_kk_ptr + p_a, b_kk)
+        for row in range(0, C // TILE):
+            for column in range(0, row):
+                b_qk, b_kk = _lower_tile(
+                    q_ptr, k_ptr, g_ptr, first, last, row, column, head, H, HV, K, PRECISION, ACC, C, BK
+                )
+                _store_tile(a_qk_ptr + p_a, row, column, b_qk * SCALE, C)
+                _store_tile(a_kk_ptr + p_a, row, column, b_kk, C)
+            b_qk, b_kk = _diagonal_tile(q_ptr, k_ptr, g_ptr, first + row * TILE, last, head, H, HV, K, ACC, BK)
+            _store_tile(a_qk_ptr + p_a, row, row, b_qk * SCALE, C)
+            _store_tile(a_kk_ptr + p_a, row, row, b_kk, C)
+
+
+@triton.jit
+def _is_mild_chunk(
+    g_ptr, first, last, head,
+    HV: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, NARROW: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Return whether keys may be multiplied by the decays since the first token of a chunk, in all channels."""
+    mildest = (last >= first) & (NARROW.primitive_bitwidth == 16)
+    if NARROW.primitive_bitwidth == 16:
+        for start in range(0, K, BK):
+            _, is_mild = decays_since_start(g_ptr, first, last, head, HV, start + tl.arange(0, BK), K, ACC, NARROW, C)
+            mildest = mildest & is_mild
+    return mildest
+
+
+@triton.jit
+def _whole_chunk(
+    q_ptr, k_ptr, g_ptr, first, last, head,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Compute A_qk / SCALE and A_kk of a chunk, [C, C] with arbitrary numbers above the diagonal."""
+    NARROW: tl.constexpr = k_ptr.dtype.element_ty
+    o_t = first + tl.arange(0, C)
+    group = head // (HV // H)
+    b_qk = tl.zeros([C, C], ACC)
+    b_kk = tl.zeros([C, C], ACC)
+    for start in range(0, K, BK):
+        o_k = start + tl.arange(0, BK)
+        b_since, _ = decays_since_start(g_ptr, first, last, head, HV, o_k, K, ACC, NARROW, C)
+        b_decay = exp_of(b_since)
+        b_k = load_rows(k_ptr, o_t, o_t < last, group, H, o_k, K, ACC)
+        b_q = (load_rows(q_ptr, o_t, o_t < last, group, H, o_k, K, ACC) * b_decay).to(NARROW)
+        b_keys = tl.trans((b_k * exp_of(-b_since)).to(NARROW))
+        b_k = (b_k * b_decay).to(NARROW)
+        b_qk = tl.dot(b_q, b_keys, b_qk, input_precision=PRECISION, out_dtype=ACC)
+        b_kk = tl.dot(b_k, b_keys, b_kk, input_precision=PRECISION, out_dtype=ACC)
+    return b_qk, b_kk
 
 
 @triton.jit
@@ -157,7 +200,7 @@ def _diagonal_tile(
         o_k = start + tl.arange(0, BK)
         b_q = load_rows(q_ptr, o_t, o_t < last, group, H, o_k, K, ACC)
         b_k = load_rows(k_ptr, o_t, o_t < last, group, H, o_k, K, ACC)
-        b_since, is_mild = decays_since_start(g_ptr, first, last, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty)
+        b_since, is_mild = decays_since_start(g_ptr, first, last, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE)
         if is_mild:
             b_keys = tl.trans(b_k * exp_of(-b_since))
             b_decay = exp_of(b_since)
@@ -182,13 +225,14 @@ def _diagonal_tile(
 
 @triton.jit
 def decays_since_start(
-    g_ptr, first, last, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, NARROW: tl.constexpr
-):
-    """Return the log decays since the first token of a tile, [TILE, BK], and whether keys may be multiplied by them.
+    g_ptr, first, last, head,
+    HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return the log decays of ROWS tokens since ``first``, [ROWS, BK], and whether keys may be multiplied by them.
 
     Types of more than 16 bits would lose digits: rounding of an exponent is relative to its size.
     """
-    o_r = tl.arange(0, TILE)
+    o_r = tl.arange(0, ROWS)
     o_t = first + o_r
     b_since = tl.cumsum(load_rows(g_ptr, o_t, (o_t < last) & (o_r > 0), head, HV, o_k, K, ACC), 0)
     return b_since, (NARROW.primitive_bitwidth == 16) & (tl.min(b_since) > -LIMIT)
