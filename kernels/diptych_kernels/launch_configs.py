@@ -53,6 +53,7 @@ class Launch:
         constants: names and values of the constexpr arguments.
         num_warps: warps per program.
         num_stages: pipeline stages of loops.
+        tuned_for: size of the launch on which its fastest block depends, besides the constants; 0: none.
     """
 
     kernel: str
@@ -62,6 +63,7 @@ class Launch:
     constants: tuple[tuple[str, int | float | str | bool], ...]
     num_warps: int
     num_stages: int
+    tuned_for: int = 0
 
     @property
     def compiled_as(self) -> tuple:
@@ -74,7 +76,7 @@ CANDIDATES: dict[str, tuple[Block, ...]] = {
     "aggregate_forward": (Block(1, 2048), Block(1, 1024), Block(4, 256), Block(1, 4096, 8)),
     "aggregate_backward": (Block(1, 512), Block(1, 1024, 8), Block(4, 128)),
     "write_forward": (Block(1, 1024), Block(1, 2048, 8), Block(4, 256), Block(4, 128)),
-    "write_backward": (Block(1, 256, 2), Block(1, 512), Block(2, 128, 2), Block(4, 128)),
+    "write_backward": (Block(1, 256, 2), Block(1, 256, 1), Block(1, 512, 2), Block(1, 512)),
     "project_forward": (Block(64, 128, 8, 3), Block(64, 128, 4, 4), Block(64, 256, 8, 3), Block(64, 64, 4, 4)),
     "project_backward": (Block(64, 64, 4, 3), Block(64, 128, 4, 3), Block(64, 128, 8, 2), Block(32, 64, 4, 3)),
     "sinkhorn_forward": (Block(64, 1), Block(32, 1), Block(128, 1)),

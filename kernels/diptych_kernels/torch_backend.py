@@ -4,9 +4,11 @@ CUDA tensors run compiled kernels, CPU tensors run the interpreter. Second deriv
 """
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
@@ -58,13 +60,11 @@ class TorchBackend(Functions):
         inputs = tuple(x.detach().contiguous() for x in inputs)
         device = inputs[0].device
         if device.type == "cpu":
-            return run(build(tuning.first(build), **sizes), inputs)
-        with torch.cuda.device(device):
-            if torch.cuda.is_current_stream_capturing():
-                return run(build(tuning.first(build), **sizes), inputs)
-            name = torch.cuda.get_device_name(device)
-            block = tuning.choose(build, sizes, name, partial(measure, inputs=inputs))
-            return run(build(block, **sizes), inputs)
+            return run(tuning.launch_of(build, tuning.first(build), sizes), inputs)
+        with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
+            measured = None if torch.cuda.is_current_stream_capturing() else partial(measure, inputs=inputs)
+            block = tuning.choose(build, sizes, _device(device.index)[0], measured)
+            return run(tuning.launch_of(build, block, sizes), inputs)
 
     def cast(self, x: Tensor, dtype: str) -> Tensor:
         """Cast x to another type, differentiably."""
@@ -93,8 +93,15 @@ class TorchBackend(Functions):
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)
 
     def integers(self, x: Any, like: Tensor) -> Tensor:
-        """Move an array of integers, possibly of numpy, to the device of ``like``."""
-        return torch.as_tensor(x, device=like.device)
+        """Move an array of integers, possibly of numpy, to the device of ``like``.
+
+        Tables that were moved before are remembered, because a copy from the host waits for the device.
+        """
+        is_traced = torch.compiler.is_compiling() or isinstance(like, FakeTensor)
+        if like.device.type != "cuda" or is_traced or not isinstance(x, np.ndarray):
+            return torch.as_tensor(np.array(x) if isinstance(x, np.ndarray) else x, device=like.device)
+        stream = torch.cuda.current_stream(like.device)
+        return _table_on(like.device, stream.cuda_stream, x.tobytes(), x.dtype.str, x.shape)
 
     def array_kind(self, x: Any) -> str | None:
         """Return None for a dense tensor, else the name of the given type or layout."""
@@ -140,9 +147,27 @@ def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         interpret(kernel, launch.grid, arguments, dict(launch.constants))
     else:
         compiled = dict(num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True)
-        with assembler.for_launch(launch, torch.cuda.get_device_capability(device)):
+        with assembler.for_launch(launch, _device(device.index)[1]):
             kernel[launch.grid](*arguments, **dict(launch.constants), **compiled)
     return outputs
+
+
+@cache
+def _device(index: int) -> tuple[str, tuple[int, int]]:
+    """Return the name and compute capability of a CUDA device."""
+    return torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+
+
+@lru_cache(maxsize=256)
+def _table_on(device: torch.device, stream: int, content: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """Copy a table to a device.
+
+    It belongs to one stream, in whose order its memory is used again, and may be saved for a backward even if inference
+    mode is on now.
+    """
+    del stream
+    with torch.inference_mode(False):
+        return torch.from_numpy(np.frombuffer(content, dtype).reshape(shape).copy()).to(device)
 
 
 def measure(launch: Launch, inputs: tuple[Tensor, ...]) -> float:

@@ -1,9 +1,9 @@
 """Choice of a kernel's block, measured once per device and shape and stored in a file that both backends read.
 
 The file is ``blocks.json`` in the directory DIPTYCH_CACHE_DIR, by default ``~/.cache/diptych``. The key contains the
-device, Triton's version, the kernel, the types of its outputs and its constants, but not the number of tokens. If
-several processes measure, all use the first stored result. The interpreter and compilation ahead of time use the first
-candidate without measurements, and DIPTYCH_TUNE=0 does so everywhere.
+device, Triton's version, the kernel, the types of its outputs, its constants and ``Launch.tuned_for``, but not the
+number of tokens. If several processes measure, all use the first stored result. The interpreter and compilation ahead
+of time use the first candidate without measurements, and DIPTYCH_TUNE=0 does so everywhere.
 
 Sums may round differently in another block. For bitwise equal results on every machine, copy the file or set
 DIPTYCH_TUNE=0.
@@ -17,7 +17,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def first(build: Callable[..., Launch]) -> Block:
 
 
 def choose(
-    build: Callable[..., Launch], sizes: dict[str, Any], device: str, measure: Callable[[Launch], float]
+    build: Callable[..., Launch], sizes: dict[str, Any], device: str, measure: Callable[[Launch], float] | None
 ) -> Block:
     """Return the fastest candidate block, from the cache file if it was measured before.
 
@@ -56,7 +56,8 @@ def choose(
         build: a function of diptych_kernels.launch_configs.
         sizes: its arguments besides the block.
         device: name of the device.
-        measure: function that returns the time of a launch, in any unit. Candidates that raise are skipped.
+        measure: function that returns the time of a launch, in any unit. Candidates that raise are skipped. None while
+            nothing can be measured, as during the capture of a CUDA graph.
 
     Raises:
         RuntimeError: no candidate runs on the device; the message has the error of each.
@@ -65,19 +66,31 @@ def choose(
     candidates = candidates_of(build)
     if len(candidates) == 1 or os.environ.get("DIPTYCH_TUNE") == "0":
         return candidates[0]
-    key = _key(build(candidates[0], **sizes), device)
+    key = _key(launch_of(build, candidates[0], sizes), device)
     path = _path()
     table = _table(path)
-    if key not in table:
-        table.update(_read(path))
-    if table.get(key) not in candidates:
-        if math.prod(sizes.get("lead", ())) < MEASURED_TOKENS:
-            return candidates[0]
-        fastest = _fastest(build, sizes, candidates, measure)
-        if fastest is None:
-            return candidates[0]
-        table[key] = _store(path, key, fastest, candidates)
-    return table[key]
+    is_measured = measure is not None and math.prod(sizes.get("lead", ())) >= MEASURED_TOKENS
+    if key not in table or (is_measured and table[key] not in candidates):
+        table.update({key: None} | _read(path))
+    block = table[key]
+    if block in candidates:
+        return block
+    fastest = _fastest(build, sizes, candidates, measure) if measure is not None and is_measured else None
+    if fastest is None:
+        return candidates[0]
+    block = table[key] = _store(path, key, fastest, candidates)
+    return block
+
+
+def launch_of(build: Callable[..., Launch], block: Block, sizes: dict[str, Any]) -> Launch:
+    """Return ``build(block, **sizes)``; launches that were built before are remembered."""
+    return _built(build, block, tuple(sizes.items()))
+
+
+@lru_cache(maxsize=4096)
+def _built(build: Callable[..., Launch], block: Block, sizes: tuple[tuple[str, Any], ...]) -> Launch:
+    """Build a launch."""
+    return build(block, **dict(sizes))
 
 
 def _fastest(
@@ -105,24 +118,35 @@ def _fastest(
     return best
 
 
+@lru_cache(maxsize=4096)
 def _key(launch: Launch, device: str) -> str:
     """Return the key of a launch in the cache file."""
     import triton
 
-    return json.dumps([device, triton.__version__, *launch.compiled_as])
+    return json.dumps([device, triton.__version__, *launch.compiled_as, launch.tuned_for])
 
 
 def _path() -> Path | None:
     """Return the path of the cache file; None without a home directory."""
+    return _path_in(os.environ.get("DIPTYCH_CACHE_DIR"), os.environ.get("HOME"))
+
+
+@cache
+def _path_in(folder: str | None, home: str | None) -> Path | None:
+    """Return the path of the cache file with these values of DIPTYCH_CACHE_DIR and HOME."""
+    del home
     try:
-        return Path(os.environ.get("DIPTYCH_CACHE_DIR") or Path.home() / ".cache" / "diptych") / "blocks.json"
+        return Path(folder or Path.home() / ".cache" / "diptych") / "blocks.json"
     except RuntimeError:
         return None
 
 
 @cache
-def _table(path: Path | None) -> dict[str, Block]:
-    """Return this process's cache; the file is read again only for missing keys."""
+def _table(path: Path | None) -> dict[str, Block | None]:
+    """Return this process's cache, with None for keys that the file lacks.
+
+    The file is read again only for new keys and before measurements.
+    """
     del path
     return {}
 

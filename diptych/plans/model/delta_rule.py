@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -259,6 +260,22 @@ def chunk_tables(cu_seqlens: Any, chunk_size: int, chunks: int | None = None, xp
             traced; None: the actual number.
         xp: array module, numpy or jax.numpy.
     """
+    if xp is np and chunks is None:
+        return _known_tables(tuple(cu_seqlens.tolist()), chunk_size)
+    return _tables(cu_seqlens, chunk_size, chunks, xp)
+
+
+@lru_cache(maxsize=64)
+def _known_tables(cu_seqlens: tuple[int, ...], chunk_size: int) -> ChunkTables:
+    """Return the tables of offsets that are known; every layer of a model asks for the same."""
+    tables = _tables(np.array(cu_seqlens), chunk_size, None, np)
+    for table in tables:
+        table.flags.writeable = False
+    return tables
+
+
+def _tables(cu_seqlens: Any, chunk_size: int, chunks: int | None, xp: Any) -> ChunkTables:
+    """Return the tables of chunk_tables."""
     starts = cu_seqlens[:-1]
     stops = cu_seqlens[1:]
     ends = xp.cumsum(-((starts - stops) // chunk_size))

@@ -6,6 +6,7 @@ used: a tile has the tokens of a chunk, so that tuning does not change the order
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,15 +27,27 @@ MIN_CHUNKS_PER_PART = 8
 
 CANDIDATES: dict[str, tuple[Block, ...]] = {
     "decayed": (Block(1, 64, 4), Block(1, 32, 4), Block(1, 32, 2)),
-    "products_by_channel": (Block(1, 128, 2), Block(1, 32, 2), Block(1, 64, 2)),
+    "products_by_channel": (Block(1, 32, 4), Block(1, 64, 4), Block(1, 64, 8), Block(1, 128, 8)),
     "products_by_head": (Block(1, 64, 4, 3), Block(1, 64, 4, 2), Block(1, 128, 4)),
     "solve": (Block(1, 1, 2), Block(1, 1, 1), Block(1, 1, 4)),
-    "scan_forward": (Block(1, 32, 4, 2), Block(1, 64, 4, 2), Block(1, 128, 8, 2), Block(1, 64, 4, 3)),
-    "scan_backward": (Block(1, 32, 4, 2), Block(1, 64, 4, 2), Block(1, 128, 8, 2), Block(1, 32, 4)),
+    "scan_forward": (
+        Block(1, 32, 4, 2),
+        Block(1, 64, 4, 2),
+        Block(1, 128, 4, 2),
+        Block(1, 128, 8, 2),
+        Block(1, 64, 4, 3),
+    ),
+    "scan_backward": (
+        Block(1, 32, 4, 2),
+        Block(1, 64, 4),
+        Block(1, 64, 4, 2),
+        Block(1, 128, 4, 2),
+        Block(1, 128, 8, 2),
+    ),
     "compose": (Block(1, 16, 8), Block(1, 16, 4), Block(1, 32, 4)),
     "state_gradients": (Block(1, 64, 8, 2), Block(1, 64, 4, 2), Block(1, 128, 8)),
     "product_gradients": (Block(1, 64, 4, 2), Block(1, 128, 4), Block(1, 64, 4, 3)),
-    "channel_gradients": (Block(1, 32, 4), Block(1, 64, 2), Block(1, 16, 1), Block(1, 32, 2)),
+    "channel_gradients": (Block(1, 32, 8), Block(1, 16, 4), Block(1, 32, 4), Block(1, 64, 8)),
     "gate_gradients": (Block(1, 32, 4), Block(1, 32, 2), Block(1, 64, 4)),
     "head_gradients": (Block(1, 32, 4), Block(1, 64, 4), Block(1, 128, 8)),
     "sum_heads": (Block(1, 64, 4), Block(1, 128, 4)),
@@ -200,7 +213,8 @@ def _scan(builder: Callable, block: Block, call: Call, width: int, outputs: list
         SLICES=slices,
     )
     grid = (call.sequences * call.value_heads * slices,)
-    return _launch("scan", builder, block, call, grid, outputs, **constants)
+    launch = _launch("scan", builder, block, call, grid, outputs, **constants)
+    return replace(launch, tuned_for=min(power_of_two(call.sequences * call.value_heads), TARGET_PROGRAMS))
 
 
 def scan_forward(
