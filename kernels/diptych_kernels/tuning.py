@@ -73,7 +73,7 @@ def choose(
     if key not in table or (is_measured and table[key] not in candidates):
         table.update({key: None} | _read(path))
     block = table[key]
-    if block in candidates:
+    if block is not None and block in candidates:
         return block
     fastest = _fastest(build, sizes, candidates, measure) if measure is not None and is_measured else None
     if fastest is None:

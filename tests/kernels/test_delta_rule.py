@@ -166,8 +166,8 @@ def test_grouped_heads(rule, dtype):
 
 
 @pytest.mark.parametrize("decay", [pytest.param(0.1, marks=pytest.mark.slow), 5.0])
-def test_diagonal_tiles_by_products_and_by_columns(decay, monkeypatch):
-    """In some tiles, the decay of 5 per token exceeds what keys may be multiplied by."""
+def test_chunks_and_tiles_by_products_and_by_columns(decay, monkeypatch):
+    """The decay of 5 per token exceeds what keys may be multiplied by in all chunks and in some of their tiles."""
     from diptych_kernels.delta_rule import products
 
     arrays, cotangents = drawn_arrays("kda", 12, 1, 36, 1, 1, 6, 5, 1, decay=decay)
@@ -181,6 +181,13 @@ def test_diagonal_tiles_by_products_and_by_columns(decay, monkeypatch):
     assert any(not torch.equal(a, b) for a, b in zip(*results, strict=True))  # the two were computed differently
     for a, b in zip(*results, strict=True):
         assert error(a.double(), b.double()) <= 2.0**-6
+
+
+def test_one_channel_that_decays_much():
+    """It is not in the first slice of channels; the others would allow products of the whole chunk."""
+    arrays, cotangents = drawn_arrays("kda", 13, 1, 40, 1, 2, 40, 8, 1, decay=0.2)
+    arrays[3][:, 3:, 1, 36] *= 40
+    within_budget("kda", arrays, cotangents, "bfloat16", chunk_size=32)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -5,7 +5,9 @@ import math
 from dataclasses import replace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 
 from diptych_kernels import aot as ahead
 from diptych_kernels import autodiff_rules as operations
@@ -63,6 +65,50 @@ def test_small_launches_measure_nothing_and_take_what_is_known(cache):
     assert not cache.exists()
     choose({FIRST: 3.0, SECOND: 1.0, THIRD: 2.0})
     assert choose({}, lead=(7,)) == (SECOND, [])
+
+
+def test_small_launches_read_the_file_once(cache, monkeypatch):
+    read = []
+    monkeypatch.setattr(tuning, "_read", lambda path: read.append(path) or {})
+    for _ in range(3):
+        assert choose({}, lead=(7,)) == (FIRST, [])
+    assert read == [cache]
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(cache):
+    assert tuning.choose(launch.gelu_forward, SIZES, "card", None) == FIRST
+    choose({FIRST: 3.0, SECOND: 1.0, THIRD: 2.0})
+    assert tuning.choose(launch.gelu_forward, SIZES, "card", None) == SECOND
+
+
+def test_scans_of_more_sequences_are_measured_again(cache):
+    """Their number, unlike that of tokens, is that of a scan's programs."""
+    recorded = ahead.delta_rule_production(tokens=4096, heads=2, key=16, value=16, parts=1)[
+        "scan.scan_backward (states)"
+    ]
+    measured = []
+    for sequences in (1, 1, 9, 9):
+        sizes = recorded.sizes | {"call": recorded.sizes["call"]._replace(sequences=sequences)}
+        tuning.choose(recorded.build, sizes, "card", lambda made: float(len(measured.append(made) or measured)))
+    blocks = len(tuning.candidates_of(recorded.build))
+    assert len(measured) == 2 * blocks
+    assert {made.grid for made in measured[:blocks]} != {made.grid for made in measured[blocks:]}
+
+
+def test_tables_are_copied_once_per_layout_and_stream():
+    cpu = torch.device("cpu")
+
+    def table(rows, stream=0):
+        x = np.array(rows, np.int32)
+        return torch_ops._table_on(cpu, stream, x.tobytes(), x.dtype.str, x.shape)
+
+    first = table([[0, 5], [5, 9]])
+    assert torch.equal(first, torch.tensor([[0, 5], [5, 9]], dtype=torch.int32))
+    assert table([[0, 5], [5, 9]]) is first
+    assert table([[0, 5], [5, 9]], stream=1) is not first
+    assert not torch.equal(table([[0, 4], [4, 9]]), first)
+    with torch.inference_mode():
+        assert not table([[0, 1]]).is_inference()
 
 
 def test_the_first_process_to_measure_decides_for_all(cache):

@@ -27,7 +27,7 @@ MIN_CHUNKS_PER_PART = 8
 
 CANDIDATES: dict[str, tuple[Block, ...]] = {
     "decayed": (Block(1, 64, 4), Block(1, 32, 4), Block(1, 32, 2)),
-    "products_by_channel": (Block(1, 32, 4), Block(1, 64, 4), Block(1, 64, 8), Block(1, 128, 8)),
+    "products_by_channel": (Block(1, 32, 4), Block(1, 128, 4), Block(1, 64, 4), Block(1, 32, 2)),
     "products_by_head": (Block(1, 64, 4, 3), Block(1, 64, 4, 2), Block(1, 128, 4)),
     "solve": (Block(1, 1, 2), Block(1, 1, 1), Block(1, 1, 4)),
     "scan_forward": (
@@ -47,7 +47,7 @@ CANDIDATES: dict[str, tuple[Block, ...]] = {
     "compose": (Block(1, 16, 8), Block(1, 16, 4), Block(1, 32, 4)),
     "state_gradients": (Block(1, 64, 8, 2), Block(1, 64, 4, 2), Block(1, 128, 8)),
     "product_gradients": (Block(1, 64, 4, 2), Block(1, 128, 4), Block(1, 64, 4, 3)),
-    "channel_gradients": (Block(1, 32, 8), Block(1, 16, 4), Block(1, 32, 4), Block(1, 64, 8)),
+    "channel_gradients": (Block(1, 32, 8), Block(1, 32, 4), Block(1, 64, 8), Block(1, 16, 2)),
     "gate_gradients": (Block(1, 32, 4), Block(1, 32, 2), Block(1, 64, 4)),
     "head_gradients": (Block(1, 32, 4), Block(1, 64, 4), Block(1, 128, 8)),
     "sum_heads": (Block(1, 64, 4), Block(1, 128, 4)),
