@@ -3,6 +3,7 @@
 Mirrors ``reference_torch/fp8.py``.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ from jax import Array
 from jaxtyping import Float
 
 from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of
+from jax_impl.linear_products import LinearProducts, as_matrix, multiply
 
 
 def quantize(x: Float[Array, "n k"], quantization: Quantization) -> tuple[Array, Float[Array, "a b"]]:
@@ -37,7 +39,6 @@ def dequantize(values: Array, inverse: Float[Array, "a b"], quantization: Quanti
     return values.astype(jnp.float32) * _spread(inverse, values.shape, quantization)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def fp8_linear(x: Float[Array, "*b i"], weight: Float[Array, "o i"], recipe: ProductRecipe) -> Float[Array, "*b o"]:
     """Return x @ weight.T by products of 8-bit floats, forward and backward.
 
@@ -51,38 +52,49 @@ def fp8_linear(x: Float[Array, "*b i"], weight: Float[Array, "o i"], recipe: Pro
     Returns:
         [..., O] in the type of x.
     """
-    y = _product(_rows(x), weight, recipe.inputs, recipe.weights)
+    return multiply(_Fp8Products(recipe), x, weight)
+
+
+@dataclass(frozen=True)
+class _Fp8Products(LinearProducts):
+    """The products of fp8_linear and of its gradients."""
+
+    recipe: ProductRecipe
+
+    def __call__(self, x: Array, weight: Array) -> Array:
+        """Return x @ weight.T in the type of x, differentiably."""
+        return _linear(self, x, weight)
+
+    def input_gradient(self, x: Array, weight: Array, gradient: Array) -> Array:
+        """Return the gradient of x, in its shape and type, from that of the output."""
+        d_x = _product(as_matrix(gradient), weight.T, self.recipe.gradients, self.recipe.weights)
+        return d_x.astype(x.dtype).reshape(x.shape)
+
+    def weight_gradient(self, x: Array, gradient: Array) -> Array:
+        """Return the gradient [O, I] float32 of the weight, from the input and the gradient of the output."""
+        return _product(as_matrix(gradient).T, as_matrix(x).T, self.recipe.gradients, self.recipe.inputs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(products: _Fp8Products, x: Array, weight: Array) -> Array:
+    """Return the product of fp8_linear."""
+    y = _product(as_matrix(x), weight, products.recipe.inputs, products.recipe.weights)
     return y.astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
-def _input_gradient(x: Array, weight: Array, gradient: Array, recipe: ProductRecipe) -> Array:
-    """Return the gradient of x, in its shape and type, from that of the output."""
-    d_x = _product(_rows(gradient), weight.T, recipe.gradients, recipe.weights)
-    return d_x.astype(x.dtype).reshape(x.shape)
-
-
-def _weight_gradient(x: Float[Array, "*n i"], gradient: Float[Array, "*n o"], recipe: ProductRecipe) -> Array:
-    """Return the gradient [O, I] float32 of the weight, from the input and the gradient of the output."""
-    return _product(_rows(gradient).T, _rows(x).T, recipe.gradients, recipe.inputs)
-
-
-def _forward(x: Array, weight: Array, recipe: ProductRecipe) -> tuple[Array, tuple[Array, Array]]:
+def _forward(products: _Fp8Products, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
     """Return the product, and save its operands as they are."""
-    return fp8_linear(x, weight, recipe), (x, weight)
+    return _linear(products, x, weight), (x, weight)
 
 
-def _backward(recipe: ProductRecipe, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+def _backward(products: _Fp8Products, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     """Return the gradients of both operands; each is one product."""
     x, weight = saved
-    return _input_gradient(x, weight, gradient, recipe), _weight_gradient(x, gradient, recipe).astype(weight.dtype)
+    of_weight = products.weight_gradient(x, gradient).astype(weight.dtype)
+    return products.input_gradient(x, weight, gradient), of_weight
 
 
-fp8_linear.defvjp(_forward, _backward)
-
-
-def _rows(x: Array) -> Array:
-    """Return an array as a matrix of its last axis."""
-    return x.reshape(-1, x.shape[-1])
+_linear.defvjp(_forward, _backward)
 
 
 def _product(a: Array, b: Array, of_a: Quantization, of_b: Quantization) -> Array:

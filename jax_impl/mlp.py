@@ -64,7 +64,7 @@ class MLP(nnx.Module):
         Returns:
             [B, T, D]
         """
-        inner = name_value(add_bias(*self.linear_fc1(hidden_states)), "fc1")
+        inner = name_value(self.linear_fc1.with_bias(hidden_states), "fc1")
         activated = (swiglu if self.activation == "swiglu" else gelu)(inner, self.impl)
         return self.linear_fc2(name_value(activated, "activation"))[0]
 

@@ -8,8 +8,10 @@ from jax import Array
 from jaxtyping import Float
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.fp8 import linear_recipe
 from diptych.plans.model.parameters import ParameterSpec, norm_spec
-from jax_impl.ops import linear, parameter
+from jax_impl.fp8 import fp8_linear
+from jax_impl.ops import add_bias, linear, parameter
 from jax_impl.tensor_parallel import WHOLE, TensorParallel
 
 
@@ -25,10 +27,16 @@ class Linear(nnx.Module):
     def __init__(self, config: TransformerConfig, name: str, specs: dict[str, ParameterSpec]) -> None:
         self.weight = parameter(config, f"{name}.weight", specs["weight"])
         self.bias = parameter(config, f"{name}.bias", specs["bias"]) if "bias" in specs else None
+        self.fp8 = linear_recipe(config, name)
 
     def __call__(self, x: Float[Array, "b t i"]) -> tuple[Float[Array, "b t o"], Array | None]:
         """Return x @ weight.T [B, T, O] and the bias [O] or None, which the caller adds."""
-        return linear(x, self.weight[...]), _value(self.bias)
+        weight = self.weight[...]
+        return linear(x, weight) if self.fp8 is None else fp8_linear(x, weight, self.fp8), _value(self.bias)
+
+    def with_bias(self, x: Float[Array, "b t i"]) -> Float[Array, "b t o"]:
+        """Return x @ weight.T + bias [B, T, O]."""
+        return add_bias(*self(x))
 
 
 class RMSNorm(nnx.Module):

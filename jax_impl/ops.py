@@ -4,8 +4,6 @@ Mirrors ``reference_torch/ops.py``: same names, same order, same signatures. No 
 Randomness is an argument: a counter (:class:`DropoutState`).
 """
 
-from collections.abc import Mapping
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +23,7 @@ from diptych.plans.model.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, dropout_t
 from jax_impl.attention import causal_attention as causal_attention
 from jax_impl.attention import fused_attention as fused_attention
 from jax_impl.attention import masked_attention as masked_attention
+from jax_impl.linear_products import LinearProducts, multiply
 from jax_impl.operands import at_least_float32, given_operand, operand
 
 
@@ -233,79 +232,7 @@ def linear(
         ValueError: an argument has a wrong shape or type.
     """
     operations.check_linear(operand("x", x), operand("weight", weight), given_operand("bias", bias))
-    taps = _TAPS.get()
-    product = _product if taps is None else taps.product
-    return add_bias(product(x, weight), bias)
-
-
-def _product(x: Array, weight: Array) -> Array:
-    """Return x @ weight.T in the type of x."""
-    return x @ weight.T.astype(x.dtype)
-
-
-class _LinearTaps:
-    """A context in which backward returns the operands of weight gradients instead of the gradients.
-
-    A tap is a pair of zero arrays with the shapes of a linear map's input and output. The map does not read the tap.
-    The gradients of the tap are the map's input x and the gradient g of its output, and weight.T has the gradient
-    x.T @ g. So a backward pass with taps computes no weight gradients, and they can be computed later. A tap is an
-    ordinary argument of jax.vjp, so this also works under jax.checkpoint.
-
-    Args:
-        weights: arrays that linear will receive (compared by identity), by name.
-        taps: pairs of taps, by name; None: only record the shapes of taps.
-    """
-
-    def __init__(self, weights: Mapping[str, Array], taps: Mapping[str, tuple[Array, Array]] | None = None) -> None:
-        self.shapes: dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]] = {}
-        self._names = {id(weight): name for name, weight in weights.items()}
-        self._taps = taps
-        self._twice: set[str] = set()
-        """Weights of several linear maps, which have no tap."""
-
-    def __enter__(self) -> "_LinearTaps":
-        self._before = _TAPS.set(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        _TAPS.reset(self._before)
-
-    def product(self, x: Array, weight: Array) -> Array:
-        """Return x @ weight.T, with the tap of the weight if it has one."""
-        name = self._names.get(id(weight))
-        if name is None:
-            return _product(x, weight)
-        if name in self._twice or name in self.shapes:
-            assert self._taps is None, f"{name} is the weight of two linear maps, but has one tap"
-            self._twice.add(name)
-            self.shapes.pop(name, None)
-            return _product(x, weight)
-        out = (*x.shape[:-1], weight.shape[0])
-        self.shapes[name] = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(out, x.dtype)
-        return _product(x, weight) if self._taps is None else _tapped_product(x, weight, *self._taps[name])
-
-
-_TAPS: ContextVar[_LinearTaps | None] = ContextVar("linear taps", default=None)
-
-
-@jax.custom_vjp
-def _tapped_product(x: Array, weight: Array, input_tap: Array, output_tap: Array) -> Array:
-    """Return x @ weight.T, with the operands of the weight gradient as gradients of the taps; see _LinearTaps."""
-    return _product(x, weight)
-
-
-def _tapped_forward(x: Array, weight: Array, *taps: Array) -> tuple[Array, tuple[Array, Array]]:
-    """Return the product, and save its operands."""
-    return _product(x, weight), (x, weight)
-
-
-def _tapped_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array, Array]:
-    """Return the gradient of x, and x and the output gradient as gradients of the taps."""
-    x, weight = saved
-    return grad @ weight.astype(x.dtype), None, x, grad
-
-
-_tapped_product.defvjp(_tapped_forward, _tapped_backward)
+    return add_bias(multiply(LinearProducts(), x, weight), bias)
 
 
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], epsilon: float) -> Float[Array, "*b d"]:

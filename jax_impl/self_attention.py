@@ -89,7 +89,7 @@ class SelfAttention(nnx.Module):
         batch, length, _ = hidden_states.shape
         heads = self.config.num_attention_heads
         groups = self.config.query_groups
-        qkv = add_bias(*self.linear_qkv(hidden_states))
+        qkv = self.linear_qkv.with_bias(hidden_states)
         qkv = qkv.reshape(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
         q = self._positioned(q, self.q_layernorm, context)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ import jax_impl.train
 import jax_impl.transformer
 import reference_torch.transformer
 from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.config.precision import in_dtype
 from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.training import StepResult
@@ -152,9 +153,9 @@ def compare(
     """
     theirs = jax_impl.train.Trainer(config, train_config, corpus)
     result = Comparison(
-        config.compute_dtype,
-        LOSS[config.compute_dtype] if loss_tolerance is None else loss_tolerance,
-        GRADIENT[config.compute_dtype] if gradient_tolerance is None else gradient_tolerance,
+        config.product_dtype,
+        LOSS[config.product_dtype] if loss_tolerance is None else loss_tolerance,
+        GRADIENT[config.product_dtype] if gradient_tolerance is None else gradient_tolerance,
     )
     with torch_trainer(config, train_config, corpus) as ours, ThreadPoolExecutor(max_workers=1) as other_thread:
         if parameters is not None:
@@ -180,7 +181,7 @@ def compare(
 
 def locate_difference(config: TransformerConfig, batch: Batch) -> Location:
     """Return the first submodule in which the backends' undivided models differ in float64, without dropout."""
-    exact = replace(undivided(config), params_dtype="float64", bf16=False)
+    exact = in_dtype(undivided(config), "float64")
     with jax.enable_x64(True):
         ours = reference_torch.transformer.GPTModel(exact)
         theirs = jax_impl.transformer.GPTModel(exact)
@@ -198,7 +199,7 @@ def compare_gradients(
     """Return the gradient differences on one step's batch at equal parameters, in float64 and the run's dtype."""
     batch = corpus.batch(step, train_config.global_batch_size, config.seq_length)
     relative, *gradients = _differences(parameters, batch, step, config, train_config, corpus)
-    exact_config = replace(config, params_dtype="float64", bf16=False)
+    exact_config = in_dtype(config, "float64")
     with jax.enable_x64(True):
         exact, *_ = _differences(parameters, batch, step, exact_config, train_config, corpus)
     norms, whole_norm = gradient_norms(*gradients)

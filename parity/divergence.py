@@ -9,7 +9,6 @@ float64 requires jax_enable_x64.
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +37,7 @@ from diptych.plans.checkpoint import (
     write_checkpoint,
 )
 from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.config.precision import in_dtype
 from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.model.parameters import initial_value, parameter_specs
 from diptych.plans.training import learning_rate
@@ -61,7 +61,7 @@ def computing_in(config: TransformerConfig, dtype: str) -> TransformerConfig:
     """
     if dtype not in EPSILON:
         raise ValueError(f"dtype: expected one of {', '.join(EPSILON)}, got {dtype!r}")
-    return replace(config, params_dtype="float64" if dtype == "float64" else "float32", bf16=dtype == "bfloat16")
+    return in_dtype(config, dtype)
 
 
 def initial_parameters(config: TransformerConfig, seed: int = 0) -> dict[str, np.ndarray]:

@@ -3,12 +3,13 @@
 Mirrors ``jax_impl/fp8.py``.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of
 from reference_torch.autograd import differentiable_once, refuse_transformed
@@ -50,39 +51,52 @@ def fp8_linear(x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], recipe: P
     Returns:
         [..., O] in the type of x.
     """
+    if has_torch_function((x, weight)):  # a mode may defer the gradient of the weight
+        return handle_torch_function(fp8_linear, (x, weight), x, weight, recipe)
     refuse_transformed("fp8_linear", "leave fp8 out", x, weight)
-    return _Fp8Linear.apply(x, weight, recipe)
+    return _Fp8Linear.apply(x, weight, Fp8Products(recipe))
 
 
-def _weight_gradient(x: Float[Tensor, "n i"], gradient: Float[Tensor, "n o"], recipe: ProductRecipe) -> Tensor:
-    """Return the gradient [O, I] float32 of the weight, from the input and the gradient of the output."""
-    return _product(gradient.T, x.T, recipe.gradients, recipe.inputs)
+class Fp8Products(NamedTuple):
+    """The products of fp8_linear and of its gradients."""
+
+    recipe: ProductRecipe
+
+    def forward(self, x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
+        """Return x @ weight.T in the type of x; there is no bias."""
+        y = _product(x.reshape(-1, x.shape[-1]), weight, self.recipe.inputs, self.recipe.weights)
+        return y.to(x.dtype).view(*x.shape[:-1], -1)
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of x, in its shape and type, from that of the output."""
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        d_x = _product(rows, weight.T, self.recipe.gradients, self.recipe.weights)
+        return d_x.to(x.dtype).view(x.shape)
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of the weight, in its type, from the input and the gradient of the output."""
+        columns, inputs = (each.reshape(-1, each.shape[-1]).T for each in (gradient, x))
+        return _product(columns, inputs, self.recipe.gradients, self.recipe.inputs).to(weight.dtype)
 
 
 class _Fp8Linear(torch.autograd.Function):
     """The linear map of fp8_linear."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: ProductRecipe) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Fp8Products) -> Tensor:
         """Save the operands as they are, and multiply them quantised."""
         ctx.save_for_backward(x, weight)
-        ctx.recipe = recipe
-        y = _product(x.reshape(-1, x.shape[-1]), weight, recipe.inputs, recipe.weights)
-        return y.to(x.dtype).view(*x.shape[:-1], -1)
+        ctx.products = products
+        return products.forward(x, weight)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients that are needed; each is one product."""
         x, weight = ctx.saved_tensors
-        recipe: ProductRecipe = ctx.recipe
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        d_x = d_weight = None
-        if ctx.needs_input_grad[0]:
-            d_x = _product(rows, weight.T, recipe.gradients, recipe.weights).to(x.dtype).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            d_weight = _weight_gradient(x.reshape(-1, x.shape[-1]), rows, recipe).to(weight.dtype)
-        return d_x, d_weight, None
+        of_x, of_weight, _ = ctx.needs_input_grad
+        d_x = ctx.products.input_gradient(gradient, x, weight) if of_x else None
+        return d_x, ctx.products.weight_gradient(gradient, x, weight) if of_weight else None, None
 
 
 def _product(a: Tensor, b: Tensor, of_a: Quantization, of_b: Quantization) -> Tensor:

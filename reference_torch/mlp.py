@@ -66,7 +66,7 @@ class MLP(nn.Module):
         Returns:
             [B, T, D]
         """
-        inner = name_value(linear(hidden_states, self.linear_fc1.weight, self.linear_fc1.bias), "fc1")
+        inner = name_value(self.linear_fc1.with_bias(hidden_states), "fc1")
         activated = recompute("activation", swiglu if self.activation == "swiglu" else gelu, inner, self.impl)
         return self.linear_fc2(name_value(activated, "activation"))[0]
 

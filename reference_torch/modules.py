@@ -7,8 +7,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.fp8 import linear_recipe
 from diptych.plans.model.parameters import ParameterSpec, norm_spec
-from reference_torch.ops import linear, parameter
+from reference_torch.fp8 import fp8_linear
+from reference_torch.ops import add_bias, linear, parameter
 from reference_torch.tensor_parallel import WHOLE, TensorParallel
 
 
@@ -25,10 +27,15 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = parameter(config, f"{name}.weight", specs["weight"])
         self.bias = parameter(config, f"{name}.bias", specs["bias"]) if "bias" in specs else None
+        self.fp8 = linear_recipe(config, name)
 
     def forward(self, x: Float[Tensor, "b t i"]) -> tuple[Float[Tensor, "b t o"], Tensor | None]:
         """Return x @ weight.T [B, T, O] and the bias [O] or None, which the caller adds."""
-        return linear(x, self.weight), self.bias
+        return linear(x, self.weight) if self.fp8 is None else fp8_linear(x, self.weight, self.fp8), self.bias
+
+    def with_bias(self, x: Float[Tensor, "b t i"]) -> Float[Tensor, "b t o"]:
+        """Return x @ weight.T + bias [B, T, O], as one operation if that has no FP8 product."""
+        return linear(x, self.weight, self.bias) if self.fp8 is None else add_bias(*self(x))
 
 
 class RMSNorm(nn.Module):

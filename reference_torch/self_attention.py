@@ -24,7 +24,6 @@ from reference_torch.ops import (
     add_bias,
     causal_attention,
     fused_attention,
-    linear,
     masked_attention,
     rotary_embedding,
 )
@@ -100,7 +99,7 @@ class SelfAttention(nn.Module):
         batch, length, _ = hidden_states.shape
         heads = self.config.num_attention_heads
         groups = self.config.query_groups
-        qkv = linear(hidden_states, self.linear_qkv.weight, self.linear_qkv.bias)
+        qkv = self.linear_qkv.with_bias(hidden_states)
         qkv = qkv.view(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = qkv.split((heads, groups, groups), dim=2)
         q = self._positioned(q, self.q_layernorm, context)

@@ -37,14 +37,15 @@ MAY_IMPORT = {
 
 MODULES = {
     "autograd": set(),
-    "fp8": {"autograd"},
+    "linear_products": set(),
+    "fp8": {"autograd", "linear_products"},
     "wrapped_forward": set(),
     "named_modules": {"traced_programs"},
     "traced_programs": set(),
     "recompute": {"carry", "traced_programs", "wrapped_forward", "named_modules"},
     "operands": set(),
     "attention": {"operands", "recompute"},
-    "ops": {"attention", "autograd", "operands", "recompute"},
+    "ops": {"attention", "autograd", "linear_products", "operands", "recompute"},
     "hyper_connections": {"autograd", "operands", "ops", "recompute"},
     "added_connections": {"hyper_connections", "wrapped_forward", "named_modules"},
     "pending_sends": set(),
@@ -52,7 +53,7 @@ MODULES = {
     "context_parallel": {"autograd", "pending_sends", "groups", "carry", "ops", "recompute"},
     "delta_rule": {"autograd", "ops", "context_parallel"},
     "tensor_parallel": {"autograd", "groups", "ops", "recompute"},
-    "modules": {"ops", "tensor_parallel"},
+    "modules": {"fp8", "ops", "tensor_parallel"},
     "documents": set(),
     "cache": {"ops"},
     "forward_context": {"balance", "ops", "cache", "documents", "recompute", "tensor_parallel"},
@@ -86,7 +87,7 @@ MODULES = {
     "self_attention": {"ops", "cache", "context_parallel", "documents", "forward_context", "modules", "recompute"},
     "mlp": {"balance", "documents", "modules", "ops", "recompute"},
     "decoding": {"cache", "transformer"},
-    "offload": {"ops", "recompute", "named_modules", "traced_programs"},
+    "offload": {"linear_products", "ops", "recompute", "named_modules", "traced_programs"},
     "saving": {"distributed_optimizer", "transformer", "offload"},
     "groups": set(),
     "distributed_optimizer": {"groups"},
@@ -96,6 +97,8 @@ MODULES = {
         "traced_programs",
         "autograd",
         "distributed_optimizer",
+        "fp8",
+        "linear_products",
         "ops",
         "context_parallel",
         "recompute",
@@ -127,8 +130,9 @@ TORCH_ONLY = {
 """Modules for backward functions, for forwards of instances, for processes that send each other messages and share an
 optimizer, and for what they call; JAX's step takes the model whole."""
 
-JAX_ONLY = {"carry", "named_modules", "traced_programs"}
-"""Modules for what one program of all ranks has to be told, for the classes of nnx modules, and for traced programs."""
+JAX_ONLY = {"carry", "linear_products", "named_modules", "traced_programs"}
+"""Modules for what one program of all ranks has to be told, for the classes of nnx modules, for traced programs, and
+for products that a traced backward leaves out."""
 
 MIRRORED = (
     "operands",

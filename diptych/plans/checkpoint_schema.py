@@ -45,13 +45,13 @@ _EXECUTION = frozenset(
         "tensor_model_parallel_size",
         "sequence_parallel",
         "use_distributed_optimizer",
-        "fp8",
     }
 )
 
 _TRAINING = frozenset(
     {
         *("seq_length", "hidden_dropout", "moe_aux_loss_coeff", "init_method_std", "params_dtype", "bf16", "seed"),
+        *("fp8", "fp8_recipe"),
         *("use_flash_attn", "calculate_per_token_loss"),
     }
 )

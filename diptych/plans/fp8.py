@@ -18,6 +18,8 @@ from typing import Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from diptych.plans.config import TransformerConfig
+
 Format = Literal["e4m3", "hybrid"]
 Recipe = Literal["current", "blockwise"]
 EXPONENT_BITS = 0x7F800000
@@ -29,6 +31,15 @@ OF_RECIPE: dict[str, tuple[tuple[int, int] | None, tuple[int, int] | None]] = {
     "blockwise": ((1, BLOCK), (BLOCK, BLOCK)),
 }
 """Blocks of inputs and gradients, along the axis that is added up last, and of weights; None: one scale for all."""
+LINEAR_MAPS = frozenset(
+    {
+        *("linear_qkv", "linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"),
+        *("linear_gate", "linear_gate_down", "linear_gate_up", "linear_decay_down", "linear_decay_up"),
+        *("linear_fc1", "linear_fc2"),
+    }
+)
+"""Modules whose products are FP8: the linear maps of attention, delta-rule layers and MLPs. Not those with one output
+per head (linear_beta, and linear_decay of gdn layers), nor hyper-connections, routers, embedding and output layer."""
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """The largest number of each 8-bit type."""
 
@@ -66,6 +77,18 @@ def product_recipe(format: Format, recipe: Recipe) -> ProductRecipe:
     forward = "float8_e4m3fn"
     backward = "float8_e5m2" if format == "hybrid" else forward
     return ProductRecipe(Quantization(forward, rows), Quantization(forward, square), Quantization(backward, rows))
+
+
+def linear_recipe(config: TransformerConfig, name: str) -> ProductRecipe | None:
+    """Return how a linear map quantises its arrays; None: not at all.
+
+    Args:
+        config: configuration of the model.
+        name: canonical name of the module.
+    """
+    if config.fp8 is None or name.rsplit(".", 1)[-1] not in LINEAR_MAPS:
+        return None
+    return product_recipe(config.fp8, config.fp8_recipe)
 
 
 def scales(amax: np.ndarray, quantization: Quantization) -> np.ndarray:

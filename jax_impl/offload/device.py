@@ -101,9 +101,9 @@ class Pass(NamedTuple):
     on_device: Layers = {}  # noqa: RUF012
     """Layers that are on the device when forward begins."""
     gradients: dict[int, list[Any]] | None = None
-    """Arrays on the device that receive gradients, by layer: for each parameter, zeros of its shape or the pair of an
-    ops._LinearTaps. JAX would place the gradient of a parameter on the host beside the parameter. None: gradients are
-    placed with the parameters."""
+    """Arrays on the device that receive gradients, by layer: for each parameter, zeros of its shape or a
+    linear_products.LinearTap. JAX would place the gradient of a parameter on the host beside the parameter. None:
+    gradients are placed with the parameters."""
     resident: Layers = {}  # noqa: RUF012
     """Zeros with the shapes of the layers that stay on the device after backward. Backward returns these layers as the
     "gradients" of the zeros, because it has no other outputs."""

@@ -33,10 +33,10 @@ from diptych.plans.offload import (
     unmoved,
 )
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
+from jax_impl.linear_products import LinearTap, LinearTaps
 from jax_impl.offload.activations import Activations
 from jax_impl.offload.device import Device, Layers, Pass, active_pass, is_on_host
 from jax_impl.offload.layer import Layer, LayerRule, Run, Saved
-from jax_impl.ops import _LinearTaps
 
 LayerFunction = Callable[[int, Any, Array, Any], Array]
 
@@ -261,20 +261,20 @@ class _Stack:
         """Return a layer on the device as a function of its differentiated arrays and its input, and these arrays."""
         parameters = device.on_device[number]
         requested = (self._context.gradients or {}).get(number, parameters)
-        tapped = {str(index): parameters[index] for index, item in enumerate(requested) if isinstance(item, tuple)}
+        tapped = {str(index): parameters[index] for index, item in enumerate(requested) if isinstance(item, LinearTap)}
         if not tapped:
             return partial(self._run, number, arrays), parameters
 
         def run(layer: Layer, x: Array) -> Array:
             input_leaves = [tapped.get(str(index), item) for index, item in enumerate(layer)]
-            with _LinearTaps(tapped, {index: layer[int(index)] for index in tapped}):
+            with LinearTaps(tapped, {index: layer[int(index)] for index in tapped}):
                 return self._run(number, arrays, input_leaves, x)
 
         def tap(like: Array, weight: Array) -> Array:
             return jnp.zeros_like(weight, shape=like.shape, dtype=like.dtype)
 
         layer = [
-            tuple(tap(like, parameter) for like in item) if isinstance(item, tuple) else parameter
+            jax.tree.map(partial(tap, weight=parameter), item) if isinstance(item, LinearTap) else parameter
             for item, parameter in zip(requested, parameters, strict=True)
         ]
         return run, layer

@@ -11,8 +11,8 @@ that lead only to replaced leaves.
 
 If the schedule splits the backward, I computes all gradients except those of the weights of linear maps. Instead it
 saves the input of each map and the gradient of its output, and W multiplies them. I and W together compute the same
-matrix products as B. In this project's model, linear maps hand over both (ops._LinearTaps), also from inside of a
-recomputed block. In functions of a user, deferred_products.py finds the products in the traced backward.
+matrix products as B. In this project's model, linear maps hand over both (linear_products.LinearTaps), also from inside
+of a recomputed block. In functions of a user, deferred_products.py finds the products in the traced backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from diptych.plans.schedule.lockstep import Keep
+from jax_impl.linear_products import LinearTap, LinearTaps
 from jax_impl.offload import is_on_host
-from jax_impl.ops import _LinearTaps
 from jax_impl.pipeline.deferred_products import DeferredProducts
 from jax_impl.pipeline.packing import Packed, longest_vectors, pack, unpack
 from jax_impl.pipeline.programs import StageProgram, Task
@@ -125,7 +125,7 @@ class StageAutodiff:
             return products.run_rest(task, unpack(operands, products.operands))
         likes, structure = jax.tree.flatten(self._taps[program])
         taps = jax.tree.unflatten(structure, unpack(operands, likes))
-        return {name: jnp.einsum("no,ni->oi", _rows(grad), _rows(x)) for name, (x, grad) in taps.items()}
+        return {name: tap.products.weight_gradient(tap.input, tap.output) for name, tap in taps.items()}
 
     def _full_backward(
         self, program: StageProgram, task: Task, x: Any, residuals: Packed, gradient: Any
@@ -152,11 +152,11 @@ class StageAutodiff:
             if name not in taps
         }
 
-        def run(differentiated: dict[str, Array], dx: Any, taps: dict[str, tuple[Array, Array]]) -> tuple[Any, Any]:
+        def run(differentiated: dict[str, Array], dx: Any, taps: dict[str, LinearTap]) -> tuple[Any, Any]:
             all_parameters = parameters | differentiated | on_host
             on_device = {name: all_parameters[name] for name in taps if name not in on_host}
             replays = self._keep == "inputs"
-            with _LinearTaps(on_device, taps), program.fetching(differentiated | taps, replays):
+            with LinearTaps(on_device, taps), program.fetching(differentiated | taps, replays):
                 y, state = program.run(all_parameters, _joined(dx, x), task)
             return differentiable(y), (_without(y, differentiable(y)), state)
 
@@ -203,11 +203,6 @@ def _without(tree: Any, part: Any) -> Any:
 def _joined(part: Any, others: Any) -> Any:
     """Return the arrays of a part of a pytree, and from ``others`` those that are None in it."""
     return jax.tree.map(lambda own, x: x if own is None else own, part, others, is_leaf=lambda x: x is None)
-
-
-def _rows(x: Array) -> Array:
-    """Return an array with all axes but the last one joined."""
-    return x.reshape(-1, x.shape[-1])
 
 
 def _zeros(like: Any, varies_like: Any) -> Array:

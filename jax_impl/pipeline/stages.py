@@ -45,8 +45,8 @@ from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.partition import layers_by_stage
 from diptych.plans.tensor_parallel import join_parts, rank_config, rank_part, share_counted
 from jax_impl.context_parallel import build_cp_context
+from jax_impl.linear_products import LinearTap, LinearTaps
 from jax_impl.offload import single_pass, without_offload
-from jax_impl.ops import _LinearTaps
 from jax_impl.pipeline.programs import CONTEXT_AXIS, TENSOR_AXIS, StagedParameters, Task
 from jax_impl.recompute import recompute_policy
 from jax_impl.tensor_parallel import TensorParallel, sum_repeated
@@ -205,7 +205,7 @@ class Program:
         """False, because linear maps hand over the operands of their weight gradients."""
         return False
 
-    def tap_shapes(self, task: Task, x: Array) -> dict[str, tuple]:
+    def tap_shapes(self, task: Task, x: Array) -> dict[str, LinearTap]:
         """Return the shapes of the input and output of every linear map, by the name of its weight."""
 
         def run(task: Task, x: Array) -> Array:
@@ -213,11 +213,11 @@ class Program:
             parameters = jax.device_put(self.select(task), jax.memory.Space.Device)
             # No linear map reads the input embedding.
             weights = {name: value for name, value in parameters.items() if not (self.first and name == EMBEDDING)}
-            taps = _LinearTaps(weights)
+            taps = LinearTaps(weights)
             with taps, without_offload():
                 return self(parameters, x, task.batch, task.first_layer)
 
-        taps = _LinearTaps({})
+        taps = LinearTaps({})
         jax.eval_shape(run, task, x)
         return taps.shapes
 

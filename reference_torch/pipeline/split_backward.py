@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from diptych.plans.fp8 import ProductRecipe
 from diptych.plans.schedule.messages import PipelineError
+from reference_torch.fp8 import Fp8Products, fp8_linear
 
 
 class DeferredWeightGradients(TorchFunctionMode):
@@ -252,8 +254,13 @@ def _convolution(apply: Callable[..., Tensor], dimensions: int) -> Callable[...,
     return read
 
 
+def _fp8_linear(x: Tensor, weight: Tensor, recipe: ProductRecipe) -> _Operation:
+    return x, weight, None, Fp8Products(recipe)
+
+
 _READERS: dict[Any, Callable[..., _Operation]] = {
     functional.linear: _linear,
+    fp8_linear: _fp8_linear,
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),

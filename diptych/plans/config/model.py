@@ -6,6 +6,7 @@ from typing import Literal
 from diptych.plans.config.context import CONTEXT_RULES
 from diptych.plans.config.experts import EXPERT_RULES
 from diptych.plans.config.pipeline import PIPELINE_RULES
+from diptych.plans.config.precision import FP8_RULES
 from diptych.plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from diptych.plans.config.rules import Rule, choice, count, flag, number, validate
 from diptych.plans.config.tensor import TENSOR_RULES
@@ -16,10 +17,6 @@ from diptych.plans.schedule.partition import PipelineSplit, get_stage_place, lay
 from diptych.plans.schedule.placement import FROM_FILE, V_SCHEDULES, Placement, ScheduleName
 
 DTYPES = ("float32", "float64")
-OUT_OF_SCOPE = {
-    "fp8": (False, "scaled 8-bit products are not implemented; bf16 is the narrowest type"),
-}
-"""Settings out of scope: the only supported value, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,6 @@ class TransformerConfig:
 
     Raises:
         ValueError: the settings break a rule of MODEL_RULES; the message names the setting and the remedy.
-        NotImplementedError: a setting of OUT_OF_SCOPE has an unsupported value.
     """
 
     hidden_size: int
@@ -242,22 +238,22 @@ class TransformerConfig:
     use_distributed_optimizer: bool = False
     """Divide the optimizer's state among all ranks with the same parameters; each updates its share and sends it to the
     others. Of the gradients that a step leaves, a rank's share alone is summed."""
-    fp8: bool = False
-    """Use products of 8-bit floats; only False is supported (out of scope)."""
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """Products of 8-bit floats in the linear maps of attention, delta-rule layers and MLPs: e4m3 for all arrays, or
+    hybrid: e5m2 for gradients; None: none."""
+    fp8_recipe: Literal["current", "blockwise"] = "current"
+    """Scales of 8-bit floats: one per array, from its largest entry (current), or one per block of 1 x 128 entries of
+    inputs and gradients and of 128 x 128 of weights (blockwise)."""
 
     def __post_init__(self) -> None:
         self.check(MODEL_RULES)
 
     def check(self, rules: tuple[Rule, ...]) -> None:
-        """Check that the settings are in scope and satisfy the rules.
+        """Check that the settings satisfy the rules.
 
         Raises:
-            NotImplementedError: a setting is out of scope.
             ValueError: the settings break a rule.
         """
-        for name, (only, reason) in OUT_OF_SCOPE.items():
-            if (value := getattr(self, name)) != only:
-                raise NotImplementedError(f"{name}: expected {only}, got {value!r}: {reason}")
         validate(self, rules)
 
     @property
@@ -269,6 +265,11 @@ class TransformerConfig:
     def compute_dtype(self) -> str:
         """Type of activations between layers."""
         return "bfloat16" if self.bf16 else self.params_dtype
+
+    @property
+    def product_dtype(self) -> str:
+        """Narrowest type of the operands of matrix products; the name of its tolerances in parity."""
+        return self.compute_dtype if self.fp8 is None else "float8"
 
     @property
     def schedule_name(self) -> str:
@@ -558,6 +559,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     *PIPELINE_RULES,
     *CONTEXT_RULES,
     *TENSOR_RULES,
+    *FP8_RULES,
     *RECOMPUTE_RULES,
     flag("use_distributed_optimizer"),
     flag("enable_tensor_offload"),

@@ -1,4 +1,10 @@
-"""Values that mixed precision keeps in float32."""
+"""Precision of a model: what mixed precision keeps in float32, and the rules of FP8."""
+
+from dataclasses import replace
+from typing import Any
+
+from diptych.plans.config.experts import has_experts
+from diptych.plans.config.rules import Rule, choice
 
 KEPT_IN_FLOAT32 = {
     "parameters": "weights, their gradients and both moments of the optimizer; a weight is rounded where it is used",
@@ -11,3 +17,58 @@ KEPT_IN_FLOAT32 = {
 }
 """Values that stay in float32 with ``TransformerConfig.bf16``, in both backends. Everything else between two layers is
 bfloat16: embeddings, residual streams, operands and results of matrix products (which accumulate in float32)."""
+
+FP8_FORMATS = ("e4m3", "hybrid")
+FP8_RECIPES = ("current", "blockwise")
+
+
+def in_dtype(config: Any, dtype: str) -> Any:
+    """Return the configuration of the same model with another type of activations, and without FP8.
+
+    Args:
+        config: a TransformerConfig.
+        dtype: "float64", "float32" or "bfloat16".
+    """
+    return replace(
+        config, params_dtype="float64" if dtype == "float64" else "float32", bf16=dtype == "bfloat16", fp8=None
+    )
+
+
+def _whole_arrays(name: str) -> Rule:
+    """Build the rule that no rank has only a part of the arrays that FP8 quantises."""
+    return Rule(
+        f"fp8 needs {name} 1",
+        lambda c: c.fp8 is None or getattr(c, name) == 1,
+        lambda c: (
+            f"fp8: expected None with {name}={getattr(c, name)}, since each rank would scale its own part of an array, "
+            f"got {c.fp8!r}; use data or pipeline parallelism instead"
+        ),
+    )
+
+
+FP8_RULES: tuple[Rule, ...] = (
+    Rule(
+        "fp8",
+        lambda c: c.fp8 is None or c.fp8 in FP8_FORMATS,
+        lambda c: f"fp8: expected None, {' or '.join(map(repr, FP8_FORMATS))}, got {c.fp8!r}",
+    ),
+    choice("fp8_recipe", FP8_RECIPES),
+    Rule(
+        "fp8 adds up in float32",
+        lambda c: c.fp8 is None or c.params_dtype != "float64",
+        lambda c: (
+            f"fp8: expected None with params_dtype='float64', since products of 8-bit floats are added up in float32, "
+            f"got {c.fp8!r}"
+        ),
+    ),
+    Rule(
+        "fp8 needs dense layers",
+        lambda c: c.fp8 is None or not has_experts(c),
+        lambda c: (
+            f"fp8: expected None with moe in layer_pattern={c.layer_pattern!r}, since products of experts are not "
+            f"quantised, got {c.fp8!r}"
+        ),
+    ),
+    _whole_arrays("tensor_model_parallel_size"),
+    _whole_arrays("context_parallel_size"),
+)
