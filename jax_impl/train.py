@@ -170,6 +170,8 @@ class Trainer:
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
         """Return the loss of a batch and its gradient for every parameter, by canonical name, and update nothing.
 
+        A batch of global_batch_size sequences runs in the microbatches of train_step, any other one as a whole.
+
         Args:
             batch: any number of sequences on one device; global_batch_size sequences on several.
             step: training step, for dropout.
@@ -177,8 +179,14 @@ class Trainer:
         Raises:
             ValueError: several devices share the batch, and its size is not global_batch_size.
         """
-        if self._pipeline is None:  # without microbatches, so any number of sequences is allowed
-            loss, gradients = self._value_and_grad(self._params, batch, np.uint32(step))
+        if self._pipeline is None:
+            total = len(batch.tokens)
+            size = self.train_config.microbatch if total == self.train_config.global_batch_size else total
+            parts = [
+                self._value_and_grad(self._params, batch.part(first, size), np.uint32(step), first=np.int32(first))
+                for first in range(0, total, size)
+            ]
+            loss, gradients = jax.tree.map(lambda *shares: sum(shares) / len(parts), *parts)
         else:
             check_batch(batch, self.train_config)
             loss, gradients = self._pipeline(self._params, *self._parts(batch, step))

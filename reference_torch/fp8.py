@@ -29,13 +29,13 @@ def quantize(x: Float[Tensor, "n k"], quantization: Quantization) -> tuple[Tenso
     wide = x.float()
     scale = _scales(_maxima(wide, quantization), quantization)
     largest = quantization.largest
-    clipped = (wide * _spread(scale, wide.shape, quantization)).clamp(-largest, largest)
+    clipped = (wide * _spread(scale, wide.shape, quantization)).clamp_(-largest, largest)
     return clipped.to(getattr(torch, quantization.dtype)), 1 / scale
 
 
 def dequantize(values: Tensor, inverse: Float[Tensor, "a b"], quantization: Quantization) -> Float[Tensor, "n k"]:
     """Return the numbers [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them."""
-    return values.float() * _spread(inverse, values.shape, quantization)
+    return values.float().mul_(_spread(inverse, values.shape, quantization))
 
 
 def fp8_linear(x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], recipe: ProductRecipe) -> Float[Tensor, "*b o"]:

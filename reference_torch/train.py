@@ -190,6 +190,8 @@ class Trainer:
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
         """Return the loss of a batch and its gradient for every parameter, by canonical name, and update nothing.
 
+        A batch of global_batch_size sequences runs in the microbatches of train_step, any other one as a whole.
+
         Args:
             batch: any number of sequences on one process; global_batch_size sequences on several.
             step: training step, for dropout.
@@ -198,7 +200,7 @@ class Trainer:
             ValueError: several processes share the batch, and its size is not global_batch_size.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        if self._groups == ProcessGroups():  # without microbatches, so any number of sequences is allowed
+        if self._groups == ProcessGroups() and len(batch.tokens) != self.train_config.global_batch_size:
             self._expect_uses(1)
             loss = forward_step(iter([Microbatch(batch, step, 0, True)]), self.model)[0]
             loss.backward()

@@ -213,7 +213,11 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "documents": {"documents": {"documents": True}},
     "dropout": {"dropout": {"hidden_dropout": 0.3}},
-    "precision": {"bf16": {"params_dtype": "float32", "bf16": True}},
+    "precision": {
+        "bf16": {"params_dtype": "float32", "bf16": True},
+        "FP8": {"params_dtype": "float32", "fp8": "hybrid"},
+        "FP8 in blocks": {"params_dtype": "float32", "fp8": "e4m3", "fp8_recipe": "blockwise"},
+    },
     "embedding": {"untied embedding": {"untie_embeddings_and_output_weights": True}},
     "attention": {"fused attention": {"use_flash_attn": True}, "grouped queries": {"num_query_groups": 1}},
     "heads": {
@@ -239,12 +243,13 @@ REFUSED = {
         *("experts in groups", "Kimi Linear"),  # have a load-balancing loss
     ),
     "Kimi Linear": ("normed heads",),  # turn channels
+    **dict.fromkeys(("FP8", "FP8 in blocks"), ("context", "tensor", "experts", "experts in groups", "Kimi Linear")),
 }
 """Dimensions and features that are rejected together with a feature."""
 QUICK = [name for name in FEATURES if name != "kernels"]
 """Features that do not run in the Triton interpreter."""
-RARE = ("kernels", "bf16")
-"""Features that are drawn only as one of the two fixed ones: kernels are slow, and bfloat16 hides small errors."""
+RARE = ("kernels", "bf16", "FP8", "FP8 in blocks")
+"""Features that are drawn only as one of the two fixed ones: kernels are slow, and narrow types hide small errors."""
 
 
 def are_accepted(first: str, second: str) -> bool:
@@ -342,7 +347,9 @@ LIKE_ANY = {
 def plain(composition: Composition) -> Composition:
     """Return the same model and data on one device, without recompute, offload and kernels."""
     model = replace(composition.model, **LIKE_ANY)
-    train = replace(composition.train, micro_batch_size=SEQUENCES)
+    train = composition.train
+    if model.fp8 is None:  # whose scales are those of the arrays of a microbatch
+        train = replace(train, micro_batch_size=SEQUENCES)
     return Composition(model, train, 1, composition.documents, ())
 
 
@@ -357,7 +364,7 @@ def step_of(trainer: Any, composition: Composition) -> Outcome:
     length = composition.model.seq_length
     loss, gradients = trainer.loss_and_gradients(corpus.batch(STEP, SEQUENCES, length), STEP)
     result = trainer.train_step(STEP)
-    assert abs(result.loss - loss) <= 1e-9 + LOSS[composition.model.compute_dtype], "a step's loss is not the batch's"
+    assert abs(result.loss - loss) <= 1e-9 + LOSS[composition.model.product_dtype], "a step's loss is not the batch's"
     parameters = trainer.parameters()
     return Outcome(loss, gradients, parameters, trainer.loss_and_gradients(corpus.batch(NEXT, SEQUENCES, length))[0])
 
@@ -484,7 +491,9 @@ def assert_learns_as_plain(found: Outcome, composition: Composition, same_roundi
             `effect_of_rounding`.
     """
     expected = _plain_step(plain(composition))
-    dtype = composition.model.compute_dtype
+    dtype = composition.model.product_dtype
+    if dtype == "float8" and same_rounding:
+        dtype = "float32"
     exact = dtype == "float64"
     limit = 1e-10 if exact else GRADIENT[dtype]
     same_rounding = same_rounding and composition.model.tensor_model_parallel_size == 1

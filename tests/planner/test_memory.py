@@ -137,6 +137,19 @@ def test_every_kind_of_layer_type_and_mode_within_two_percent(kind, dtype, mode,
         assert prediction.peak == pytest.approx(peak, rel=0.02), hyper
 
 
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["gated attention", "latent attention", "gdn", "kda"])
+def test_fp8_within_two_percent(kind, dtype, recipe):
+    for mode in ("none", "full block"):
+        fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "hidden_size": 96}
+        config = replace(PLAIN, **KINDS[kind], **DTYPES[dtype], **RECOMPUTE[mode], **fp8)
+        (saved, peak), _ = measured(config, 2)
+        prediction = predict_memory(config, 2)
+        assert prediction.saved == pytest.approx(saved, rel=1e-3)
+        assert prediction.peak == pytest.approx(peak, rel=0.02)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_saved_bytes_with_dropout_within_a_thousandth(batch):
     """Dropout saves the numbers of its rows, which count where little else is saved."""

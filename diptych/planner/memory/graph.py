@@ -4,10 +4,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from diptych.planner.memory.fp8 import linear_scratch
 from diptych.planner.memory.nodes import Layer, Node, Value
 from diptych.planner.memory.regions import OUTPUT_MAPS, Regions
 from diptych.planner.memory.rule import RuleShape, rule_scratch
 from diptych.plans.config import TransformerConfig
+from diptych.plans.fp8 import linear_recipe
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
 from diptych.plans.model.layers import LayerConfig
 from diptych.plans.model.parameters import parameter_specs
@@ -285,12 +287,14 @@ class GraphBuilder:
     def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
         weight = self.weights[f"{name}.weight"]
         parameters = weight + self.weights.get(f"{name}.bias", 0)
+        recipe = linear_recipe(self.config, name)
+        rounded = [] if self.item == self.wide or recipe else [Value("weights in bfloat16", weight // 2)]
+        scratch = 0, sum(value.size for value in rounded)
+        if recipe is not None:
+            scratch = linear_scratch(recipe, self.tokens, x.size // self.item, y.size // self.item, self.item)
         flops = self._product(weight)
-        if self.item == self.wide:
-            return [Node([x], [y], [x], region, parameters, flops=flops, is_linear=True)]
-        rounded = Value("weights in bfloat16", weight // 2)
-        saves = [x, rounded]
-        return [Node([x], [y, rounded], saves, region, parameters, 0, rounded.size, flops=flops, is_linear=True)]
+        saves = [x, *rounded]
+        return [Node([x], [y, *rounded], saves, region, parameters, *scratch, flops=flops, is_linear=True)]
 
     def _product(self, weight_bytes: int) -> int:
         """Return the floating-point operations of a product of all tokens with a matrix."""
