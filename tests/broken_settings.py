@@ -25,6 +25,24 @@ BROKEN = {
     (TransformerConfig, "kv_channels"): ({"kv_channels": True}, r"kv_channels: expected an integer >= 1, got True"),
     (TransformerConfig, "ffn_hidden_size"): ({"ffn_hidden_size": -8}, r"ffn_hidden_size: .* got -8"),
     (TransformerConfig, "impl"): ({"impl": "cuda"}, r"impl: .*'auto', 'reference', 'triton'.* got 'cuda'"),
+    (TransformerConfig, "fp8"): ({"fp8": True}, r"fp8: expected None, 'e4m3' or 'hybrid', got True"),
+    (TransformerConfig, "fp8_recipe"): ({"fp8_recipe": "delayed"}, r"fp8_recipe: .*'current', 'blockwise'.*'delayed'"),
+    (TransformerConfig, "fp8 adds up in float32"): (
+        {"fp8": "e4m3", "params_dtype": "float64"},
+        r"fp8: expected None with params_dtype='float64', .* added up in float32, got 'e4m3'",
+    ),
+    (TransformerConfig, "fp8 needs dense layers"): (
+        {"fp8": "hybrid", "layer_pattern": "attention,attention+moe", "num_moe_experts": 4},
+        r"fp8: expected None with moe in layer_pattern='attention,attention\+moe', .* got 'hybrid'",
+    ),
+    (TransformerConfig, "fp8 needs tensor_model_parallel_size 1"): (
+        {"fp8": "hybrid", "tensor_model_parallel_size": 2},
+        r"fp8: expected None with tensor_model_parallel_size=2, .* got 'hybrid'; use data or pipeline parallelism",
+    ),
+    (TransformerConfig, "fp8 needs context_parallel_size 1"): (
+        {"fp8": "hybrid", "context_parallel_size": 2},
+        r"fp8: expected None with context_parallel_size=2, .* got 'hybrid'; use data or pipeline parallelism",
+    ),
     (TransformerConfig, "kernels support few streams"): (
         {"impl": "triton", "num_residual_streams": 9, "enable_hyper_connections": True},
         r"num_residual_streams: expected at most 8 with impl='triton', got 9; impl='reference' supports any number",

@@ -1,5 +1,8 @@
 """FP8: both backends quantise to the bits that diptych/plans/fp8.py defines, and multiply what it says."""
 
+from dataclasses import replace
+from functools import cache
+
 import hypothesis.extra.numpy as arrays
 import jax
 import jax.numpy as jnp
@@ -11,8 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.plans import fp8 as plan
+from diptych.plans.config import TrainConfig, TransformerConfig
 from jax_impl import fp8 as in_jax
+from parity.compare import relative_difference
 from reference_torch import fp8 as in_torch
+from reference_torch.modules import Linear
+from reference_torch.transformer import GPTModel
+from tests.backends import BACKENDS, model_gradients, normal, trainers
+from tests.test_precision import CONFIG, TRAIN, apart, curve_of
 
 RECIPES = [plan.product_recipe(format, recipe) for format in ("e4m3", "hybrid") for recipe in ("current", "blockwise")]
 QUANTIZATIONS = sorted({each for recipe in RECIPES for each in recipe}, key=str)
@@ -129,3 +138,109 @@ def test_what_is_not_finite_is_seen(recipe, wrong):
     y = in_torch.fp8_linear(torch.from_numpy(x), torch.ones(4, 3), recipe).numpy()
     np.testing.assert_array_equal(np.isnan(y).all(1), [True, recipe.inputs.block is None])
     np.testing.assert_array_equal(np.asarray(in_jax.fp8_linear(jnp.asarray(x), jnp.ones((4, 3)), recipe)), y)
+
+
+LAYERS = TransformerConfig(
+    hidden_size=24,
+    num_layers=3,
+    num_attention_heads=2,
+    ffn_hidden_size=40,
+    vocab_size=17,
+    seq_length=8,
+    layer_pattern="attention,gdn,kda",
+    attention_output_gate=True,
+    add_bias_linear=True,
+    enable_hyper_connections=True,
+    init_method_std=0.1,
+)
+LATENT = replace(
+    LAYERS,
+    layer_pattern="mla",
+    rotary_percent=0.0,
+    kv_lora_rank=6,
+    qk_head_dim=4,
+    qk_pos_emb_head_dim=2,
+    v_head_dim=5,
+    attention_output_gate=False,
+)
+TOKENS = np.random.default_rng(0).integers(0, 17, (2, 8))
+
+
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+@pytest.mark.parametrize("config", [LAYERS, LATENT], ids=["layers", "latent"])
+def test_the_maps_of_the_list_multiply_quantised_arrays_and_no_others(config, recipe):
+    model = GPTModel(replace(config, fp8="hybrid", fp8_recipe=recipe))
+    of_recipe = plan.product_recipe("hybrid", recipe)
+    seen = {}
+
+    def check(name, module, given, outputs):
+        x, w, y = (t.detach().float().numpy() for t in (given[0], module.weight, outputs[0]))
+        rows = x.reshape(-1, x.shape[-1])
+        quantised = plan.product(rows, w, of_recipe.inputs, of_recipe.weights).reshape(y.shape)
+        distances = relative_difference(y, quantised), relative_difference(y, (rows @ w.T).reshape(y.shape))
+        assert min(distances) <= 1e-6 < 1e-3 < max(distances)
+        seen.setdefault(name.rsplit(".", 1)[-1], set()).add(distances[0] < distances[1])
+
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            module.register_forward_hook(lambda *args, name=name: check(name, *args))
+    model(torch.from_numpy(TOKENS))
+    assert seen == {name: {name in plan.LINEAR_MAPS} for name in seen}
+    found = {name.split(".")[-2] for name, _ in model.named_parameters() if ".linear_" in name and "weight" in name}
+    assert found <= {*seen, "linear_fc1", "linear_qkv"}  # with_bias calls forward: hooks see them, too
+    assert {"linear_fc1", "linear_fc2", "linear_proj"} <= seen.keys()
+
+
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+@pytest.mark.parametrize("config", [LAYERS, LATENT], ids=["layers", "latent"])
+def test_both_backends_have_the_gradients(config, recipe):
+    """In float32; a sum that lies next to a half-way point may be rounded to another 8-bit number."""
+    config = replace(config, fp8="hybrid", fp8_recipe=recipe)
+    cotangent = normal(1, 2, 8, 17)
+    (ours, of_torch), (theirs, of_jax) = (
+        model_gradients(backend, config, tokens=TOKENS, cotangent=cotangent, step=0) for backend in BACKENDS
+    )
+    assert relative_difference(ours, theirs) <= 2e-6
+    far = {name: float(relative_difference(of_torch[name], of_jax[name])) for name in of_torch}
+    assert max(far.values()) <= 5e-2
+    plain = model_gradients("torch", replace(config, fp8=None), tokens=TOKENS, cotangent=cotangent, step=0)[1]
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert relative_difference(of_torch[name], plain[name]) > 1e-2
+
+
+def test_a_run_resumes_in_the_other_backend_with_fp8_and_not_without(tmp_path):
+    config = replace(LAYERS, vocab_size=256, fp8="e4m3", fp8_recipe="blockwise")
+    train = TrainConfig(train_iters=4, global_batch_size=2)
+    for backend, other in (BACKENDS, BACKENDS[::-1]):
+        first = dict(zip(BACKENDS, trainers(config, train), strict=True))
+        for step in range(2):
+            first[backend].train_step(step)
+        folder = tmp_path / backend
+        first[backend].save(folder)
+        losses = []
+        for each in (backend, other):
+            resumed = dict(zip(BACKENDS, trainers(config, train), strict=True))[each]
+            losses.append(resumed.train_step(resumed.resume(folder)).loss)
+        assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+        with pytest.raises(ValueError, match=r"fp8 'e4m3' in the checkpoint, None here"):
+            dict(zip(BACKENDS, trainers(replace(config, fp8=None), train), strict=True))[backend].resume(folder)
+
+
+@cache
+def curve(backend: str, recipe: str) -> np.ndarray:
+    """Loss of 200 steps in bfloat16 with FP8."""
+    return curve_of(backend, replace(CONFIG, fp8="hybrid", fp8_recipe=recipe))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("bf16 curves")
+@pytest.mark.usefixtures("compiled_well", "few_rounds")
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_loss_curves_stay_within_the_spread_of_two_seeds(recipe):
+    for backend in BACKENDS:
+        spread = apart(curve_of(backend, CONFIG), curve_of(backend, replace(CONFIG, seed=1)))
+        between = apart(curve(backend, recipe), curve_of(backend, CONFIG))
+        assert 0 < between[0] < spread[0]
+        assert between[1] < spread[1] / 2
+    assert apart(curve("torch", recipe), curve("jax", recipe))[0] < spread[0]
+    assert len(curve("torch", recipe)) == TRAIN.train_iters == 200

@@ -203,10 +203,14 @@ def test_everything_else_flows_in_bfloat16(backend):
     assert dtype_of(backend_module(backend, "ops").add_bias(output, layer.mlp.output_bias)) == "bfloat16"
 
 
-@cache
 def curve(backend: str, bf16: bool, seed: int) -> np.ndarray:
     """Loss of 200 steps."""
-    config = replace(CONFIG, bf16=bf16, seed=seed)
+    return curve_of(backend, replace(CONFIG, bf16=bf16, seed=seed))
+
+
+@cache
+def curve_of(backend: str, config: TransformerConfig) -> np.ndarray:
+    """Loss of 200 steps."""
     trainer = dict(zip(BACKENDS, trainers(config, TRAIN), strict=True))[backend]
     return np.array([trainer.train_step(step).loss for step in range(TRAIN.train_iters)])
 

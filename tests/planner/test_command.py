@@ -113,7 +113,7 @@ def test_a_pipeline_whose_first_rank_has_no_layers_is_planned_with_offload(capsy
             "--num-microbatches 3",
             "change --num-microbatches or --microbatch-group-size-per-vp-stage",
         ),
-        ("plan --fp8", "--fp8: expected False, got True"),
+        ("plan --fp8 hybrid --context-parallel-size 2", "--fp8: expected None with --context-parallel-size=2"),
     ],
 )
 def test_a_refusal_exits_with_2_and_names_flags(command, message, capsys):

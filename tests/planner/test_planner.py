@@ -15,7 +15,6 @@ from diptych.planner.memory.stages import predict_stage_memory, predict_stages
 from diptych.planner.reports.mesh import describe_mesh, join_equal_ranks, print_mesh, printed_rows
 from diptych.planner.reports.schedule import plan_pipeline
 from diptych.planner.traffic import wire_traffic
-from diptych.plans.checkpoint import Checkpoint, check_settings, run_settings
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.offload import Use, layer_storages, plan_offload, rank_layers, rank_uses
 from diptych.plans.schedule.named import schedule_for
@@ -228,31 +227,6 @@ def test_the_saving_is_the_simulations_on_one_rank(activation):
     for wrong in (0, 3):
         with pytest.raises(ValueError, match=rf"tp_size: expected a divisor of .* here \[11008\], got {wrong}"):
             activation_recompute_saving(config, 2, wrong)
-
-
-# What is out of scope.
-
-
-@pytest.mark.parametrize(
-    ("flags", "settings", "message"),
-    [
-        ("--fp8", {"fp8": True}, "expected False, got True: scaled 8-bit products are not"),
-    ],
-)
-def test_what_is_out_of_scope_says_so(flags, settings, message, capsys):
-    with pytest.raises(NotImplementedError, match=f"{next(iter(settings))}: {message}"):
-        replace(TINY, **settings)
-    for command in ("plan", "train --train-iters 1", "compare"):
-        assert main(f"{command} {flags}".split()) == 2
-        assert f"diptych: --{next(iter(settings)).replace('_', '-')}: {message}" in capsys.readouterr().err
-
-
-def test_checkpoints_record_nothing_out_of_scope():
-    train, corpus = TrainConfig(train_iters=2), tiny_corpus()
-    now = run_settings(TINY, train, corpus)
-    assert not {"fp8", "tensor_model_parallel_size"} & now["model"].keys()
-    check_settings(Checkpoint(1, {}, now), run_settings(replace(TINY, fp8=False), train, corpus))
-    assert replace(TINY, tensor_model_parallel_size=1) == TINY
 
 
 # The command.

@@ -290,10 +290,8 @@ class GraphBuilder:
         recipe = linear_recipe(self.config, name)
         rounded = [] if self.item == self.wide or recipe else [Value("weights in bfloat16", weight // 2)]
         scratch = 0, sum(value.size for value in rounded)
-        if recipe is not None:
-            scratch = linear_scratch(recipe, self.tokens, x.size // self.item, y.size // self.item, self.item)
-        flops = self._product(weight)
-        saves = [x, *rounded]
+        scratch = linear_scratch(recipe, self.tokens, x.size, y.size, self.item) if recipe else scratch
+        saves, flops = [x, *rounded], self._product(weight)
         return [Node([x], [y, *rounded], saves, region, parameters, *scratch, flops=flops, is_linear=True)]
 
     def _product(self, weight_bytes: int) -> int:

@@ -31,6 +31,7 @@ _TABLES_OF_CONTENTS = {
         "docs/context_parallel",
         "docs/tensor_parallel",
         "docs/distributed_optimizer",
+        "docs/fp8",
         "docs/kernels",
         "docs/planner",
     ],

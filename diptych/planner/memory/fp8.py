@@ -1,0 +1,43 @@
+"""Memory that PyTorch's FP8 linear maps need while they run; reference_torch/fp8.py runs them."""
+
+from diptych.plans.fp8 import ProductRecipe, Quantization, blocks_of
+
+WIDE = 4
+"""Bytes of a float32."""
+
+
+def linear_scratch(recipe: ProductRecipe, tokens: int, x: int, y: int, item: int) -> tuple[int, int]:
+    """Return the bytes that forward allocates beside the output, and backward beside the gradients.
+
+    Args:
+        recipe: how the map quantises its arrays.
+        tokens: rows of the input. N
+        x: bytes of the input [N, I].
+        y: bytes of the output [N, O].
+        item: bytes of an element of the input.
+    """
+    x, y = x // item, y // item
+    inputs, outputs = x // tokens, y // tokens
+    weight = inputs * outputs
+    of_x = _operand((tokens, inputs), recipe.inputs, item)
+    of_y = _operand((tokens, outputs), recipe.gradients, item)
+    of_weight = _operand((outputs, inputs), recipe.weights, WIDE)
+    forward = max(of_x, WIDE * x + of_weight, WIDE * (x + weight + y), (WIDE + item) * y if item < WIDE else 0)
+    for_x = max(of_y, WIDE * y + of_weight, WIDE * (y + weight + x), (WIDE + item) * x if item < WIDE else 0)
+    of_y, of_x = (
+        _operand((columns, tokens), quantization, item)
+        for columns, quantization in ((outputs, recipe.gradients), (inputs, recipe.inputs))
+    )
+    for_weight = max(of_y, WIDE * y + of_x, WIDE * (y + x + weight))
+    return forward - item * y, max(for_x - item * x - WIDE * weight, for_weight - WIDE * weight, 0)
+
+
+def _operand(shape: tuple[int, int], quantization: Quantization, item: int) -> int:
+    """Return the bytes beside a matrix while it is quantised and read back in float32."""
+    size = shape[0] * shape[1]
+    copy = WIDE * size if item < WIDE else 0
+    if quantization.block is None:
+        return copy + (WIDE + 1) * size
+    blocks = blocks_of(shape, quantization)
+    padded = WIDE * blocks[0] * quantization.block[0] * blocks[1] * quantization.block[1]
+    return max(copy + WIDE * size, (WIDE + 1) * size) + padded
