@@ -113,7 +113,7 @@ def test_every_pair_of_features_is_accepted_but_those_listed():
 @given(hypothesis.strategies.sets(hypothesis.strategies.sampled_from([*FEATURES]), min_size=3, max_size=8))
 def test_a_refusal_names_the_setting(names):
     refused = refusal_of(names)
-    assert not refused or re.match(r"[a-z_]+(, [a-z_]+)*: expected .*, got ", refused), refused
+    assert not refused or re.match(r"[a-z0-9_]+(, [a-z0-9_]+)*: expected .*, got ", refused), refused
 
 
 def refusal_of(names) -> str:

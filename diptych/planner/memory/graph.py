@@ -289,10 +289,9 @@ class GraphBuilder:
         parameters = weight + self.weights.get(f"{name}.bias", 0)
         recipe = linear_recipe(self.config, name)
         rounded = [] if self.item == self.wide or recipe else [Value("weights in bfloat16", weight // 2)]
-        scratch = 0, sum(value.size for value in rounded)
-        scratch = linear_scratch(recipe, self.tokens, x.size, y.size, self.item) if recipe else scratch
-        saves, flops = [x, *rounded], self._product(weight)
-        return [Node([x], [y, *rounded], saves, region, parameters, *scratch, flops=flops, is_linear=True)]
+        plain, flops = (0, weight // 2 * len(rounded)), self._product(weight)
+        scratch = linear_scratch(recipe, self.tokens, x.size, y.size, self.item) if recipe else plain
+        return [Node([x], [y, *rounded], [x, *rounded], region, parameters, *scratch, flops=flops, is_linear=True)]
 
     def _product(self, weight_bytes: int) -> int:
         """Return the floating-point operations of a product of all tokens with a matrix."""
