@@ -127,6 +127,7 @@ test-gpu: $(GPU_INSTALLED)
 	$(ON_GPU) -m pytest -n $(GPU_WORKERS) -m gpu tests
 
 bench-gpu: $(GPU_INSTALLED)
+	$(ON_GPU) -m benchmarks.compile_blocks
 	$(ON_GPU) -m benchmarks.kernels
 	$(ON_GPU) -m benchmarks.delta_rule_kernels
 	$(ON_GPU) -m benchmarks.offload

@@ -95,6 +95,19 @@ def test_scans_of_more_sequences_are_measured_again(cache):
     assert {made.grid for made in measured[:blocks]} != {made.grid for made in measured[blocks:]}
 
 
+def test_every_block_that_benchmarks_measure_is_compiled_before():
+    from benchmarks.compile_blocks import jobs, recorded_launches
+
+    named = recorded_launches()
+    found = {}
+    for group, name, block in jobs(named):
+        found.setdefault((group, name), set()).add(block)
+    assert {name for group, name in found if group == "streams"} == {*PRODUCTION}
+    assert {name for group, name in found if group == "delta rule"} == {*ahead.delta_rule_production()}
+    for (group, name), blocks in found.items():
+        assert blocks == {*tuning.candidates_of(named[group][name].build)}
+
+
 def test_tables_are_copied_once_per_layout_and_stream():
     cpu = torch.device("cpu")
 
