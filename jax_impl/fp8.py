@@ -12,7 +12,9 @@ from jax import Array
 from jaxtyping import Float
 
 from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of
+from diptych.plans.model import operations
 from jax_impl.linear_products import LinearProducts, as_matrix, multiply
+from jax_impl.operands import operand
 
 
 def quantize(x: Float[Array, "n k"], quantization: Quantization) -> tuple[Array, Float[Array, "a b"]]:
@@ -51,7 +53,12 @@ def fp8_linear(x: Float[Array, "*b i"], weight: Float[Array, "o i"], recipe: Pro
 
     Returns:
         [..., O] in the type of x.
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+        RuntimeError: the result is differentiated twice.
     """
+    operations.check_linear(operand("x", x), operand("weight", weight), None)
     return multiply(_Fp8Products(recipe), x, weight)
 
 
@@ -67,19 +74,19 @@ class _Fp8Products(LinearProducts):
 
     def input_gradient(self, x: Array, weight: Array, gradient: Array) -> Array:
         """Return the gradient of x, in its shape and type, from that of the output."""
-        d_x = _product(as_matrix(gradient), weight.T, self.recipe.gradients, self.recipe.weights)
+        d_x = _product_once(as_matrix(gradient), weight.T, self.recipe.gradients, self.recipe.weights)
         return d_x.astype(x.dtype).reshape(x.shape)
 
     def weight_gradient(self, x: Array, gradient: Array) -> Array:
         """Return the gradient [O, I] float32 of the weight, from the input and the gradient of the output."""
-        return _product(as_matrix(gradient).T, as_matrix(x).T, self.recipe.gradients, self.recipe.inputs)
+        return _product_once(as_matrix(gradient).T, as_matrix(x).T, self.recipe.gradients, self.recipe.inputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(products: _Fp8Products, x: Array, weight: Array) -> Array:
     """Return the product of fp8_linear."""
     y = _product(as_matrix(x), weight, products.recipe.inputs, products.recipe.weights)
-    return y.astype(x.dtype).reshape(*x.shape[:-1], -1)
+    return y.astype(x.dtype).reshape(*x.shape[:-1], len(weight))
 
 
 def _forward(products: _Fp8Products, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -102,6 +109,20 @@ def _product(a: Array, b: Array, of_a: Quantization, of_b: Quantization) -> Arra
     pairs = ((a, of_a), (b, of_b))
     a, b = (dequantize(*quantize(x, quantization), quantization) for x, quantization in pairs)
     return a @ b.T
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _product_once(a: Array, b: Array, of_a: Quantization, of_b: Quantization) -> Array:
+    """Return _product of a gradient, whose derivative raises an error."""
+    return _product(a, b, of_a, of_b)
+
+
+@_product_once.defjvp
+def _no_second_derivative(of_a: Quantization, of_b: Quantization, primals: tuple, tangents: tuple) -> tuple:
+    """Raise the error of second derivatives."""
+    raise RuntimeError(
+        "fp8_linear: expected to be differentiated once, got a derivative of its gradient; leave fp8 out"
+    )
 
 
 def _maxima(x: Array, quantization: Quantization) -> Array:

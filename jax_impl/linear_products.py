@@ -4,6 +4,7 @@ A pipeline schedule may split a backward into I, which computes the gradients of
 weights. Under :class:`LinearTaps`, I returns what W multiplies.
 """
 
+import math
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class LinearProducts:
 
 def as_matrix(x: Array) -> Array:
     """Return an array as a matrix of its last axis."""
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def multiply(products: LinearProducts, x: Array, weight: Array) -> Array:

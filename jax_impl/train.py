@@ -181,12 +181,16 @@ class Trainer:
         """
         if self._pipeline is None:
             total = len(batch.tokens)
+            if not total:
+                raise ValueError("batch: expected at least one sequence, got none")
             size = self.train_config.microbatch if total == self.train_config.global_batch_size else total
-            parts = [
-                self._value_and_grad(self._params, batch.part(first, size), np.uint32(step), first=np.int32(first))
+            shares = [
+                self._value_and_grad(
+                    self._params, batch.part(first, size), np.uint32(step), first=np.int32(first), share=size / total
+                )
                 for first in range(0, total, size)
             ]
-            loss, gradients = jax.tree.map(lambda *shares: sum(shares) / len(parts), *parts)
+            loss, gradients = jax.tree.map(lambda *each: sum(each), *shares)
         else:
             check_batch(batch, self.train_config)
             loss, gradients = self._pipeline(self._params, *self._parts(batch, step))
@@ -204,10 +208,13 @@ class Trainer:
         for index in range(train.eval_iters):
             batch = self.corpus.validation_batch(index, train.global_batch_size, self.config.seq_length)
             if self._forwards is None:
-                losses.append(self._evaluate(self._params, batch).item())
+                size = train.microbatch
+                parts = [batch.part(first, size) for first in range(0, train.global_batch_size, size)]
+                losses.append(np.mean([self._evaluate(self._params, part).item() for part in parts]))
+                self.offload.forwards_run += len(parts)
             else:
                 losses.append(np.mean(self._forwards(self._params, *self._parts(batch))))
-            self.offload.forwards_run += 1
+                self.offload.forwards_run += 1
         loss = float(np.mean(losses))
         check_finite_validation(loss, self.steps_taken)
         return loss
@@ -299,8 +306,9 @@ class Trainer:
         def add_microbatch(carry: tuple, microbatch: tuple) -> tuple[tuple, None]:
             sums, resident = carry
             first, part = microbatch
-            shares, resident = offload.value_and_grad(self._loss, params, resident, part, step, first=first)
-            return (jax.tree.map(lambda total_, share: total_ + share * (size / total), sums, shares), resident), None
+            share_of_loss = partial(self._loss, first=first, share=size / total)
+            shares, resident = offload.value_and_grad(share_of_loss, params, resident, part, step)
+            return (jax.tree.map(jnp.add, sums, shares), resident), None
 
         zero = jnp.zeros((), self.config.params_dtype), jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)
         parts = jax.tree.map(lambda x: x.reshape(total // size, size, -1), batch)
@@ -314,12 +322,18 @@ class Trainer:
         step: int | Array = 0,
         training: bool = True,
         first: int | Array = 0,
+        share: float | Array = 1.0,
     ) -> Array:
-        """Return the mean loss of a batch; ``first`` is the number of its first sequence within the global batch."""
+        """Return the mean loss of a microbatch times its share of the global batch.
+
+        ``first`` is the number of its first sequence within the global batch. The loss is scaled before the backward,
+        as in pipelines and in PyTorch, because FP8 rounds gradients.
+        """
         model = nnx.merge(self._graph, params)
         tokens, targets, starts = jax.tree.map(jnp.asarray, batch)
         samples = first + jnp.arange(len(tokens))
-        return model(tokens, targets, step=step, samples=samples, document_starts=starts, training=training)
+        loss = model(tokens, targets, step=step, samples=samples, document_starts=starts, training=training)
+        return loss * share
 
     def _update_step(
         self, params: nnx.State, optimizer_state: optax.OptState, batch: Batch, step: Array, rate: Array

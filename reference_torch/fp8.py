@@ -3,6 +3,7 @@
 Mirrors ``jax_impl/fp8.py``.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of
-from reference_torch.autograd import differentiable_once, refuse_transformed
+from diptych.plans.model import operations
+from reference_torch.autograd import differentiable_once, refuse_transformed, without_autocast
+from reference_torch.operands import operand
 
 
 def quantize(x: Float[Tensor, "n k"], quantization: Quantization) -> tuple[Tensor, Float[Tensor, "a b"]]:
@@ -35,7 +38,7 @@ def quantize(x: Float[Tensor, "n k"], quantization: Quantization) -> tuple[Tenso
 
 def dequantize(values: Tensor, inverse: Float[Tensor, "a b"], quantization: Quantization) -> Float[Tensor, "n k"]:
     """Return the numbers [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them."""
-    return values.float().mul_(_spread(inverse, values.shape, quantization))
+    return values.to(torch.float32, copy=True).mul_(_spread(inverse, values.shape, quantization))
 
 
 def fp8_linear(x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], recipe: ProductRecipe) -> Float[Tensor, "*b o"]:
@@ -50,33 +53,44 @@ def fp8_linear(x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], recipe: P
 
     Returns:
         [..., O] in the type of x.
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+        NotImplementedError: torch.func transforms an argument.
     """
-    if has_torch_function((x, weight)):  # a mode may defer the gradient of the weight
+    if has_torch_function((x, weight)):  # such as the mode that defers gradients of weights
         return handle_torch_function(fp8_linear, (x, weight), x, weight, recipe)
+    operations.check_linear(operand("x", x), operand("weight", weight), None)
     refuse_transformed("fp8_linear", "leave fp8 out", x, weight)
-    return _Fp8Linear.apply(x, weight, Fp8Products(recipe))
+    return _Fp8Linear.apply(x, weight, Fp8Products(recipe, weight.dtype))
 
 
 class Fp8Products(NamedTuple):
-    """The products of fp8_linear and of its gradients."""
+    """The products of fp8_linear and of its gradients, which autocast does not change."""
 
     recipe: ProductRecipe
+    dtype: torch.dtype
+    """Type of the weight and of its gradient."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
         """Return x @ weight.T in the type of x; there is no bias."""
-        y = _product(x.reshape(-1, x.shape[-1]), weight, self.recipe.inputs, self.recipe.weights)
-        return y.to(x.dtype).view(*x.shape[:-1], -1)
+        y = _product(_rows(x), weight, self.recipe.inputs, self.recipe.weights)
+        return y.to(x.dtype).view(*x.shape[:-1], len(weight))
 
     def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of x, in its shape and type, from that of the output."""
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        d_x = _product(rows, weight.T, self.recipe.gradients, self.recipe.weights)
+        d_x = _product(_rows(gradient), weight.T, self.recipe.gradients, self.recipe.weights)
         return d_x.to(x.dtype).view(x.shape)
 
     def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient of the weight, in its type, from the input and the gradient of the output."""
-        columns, inputs = (each.reshape(-1, each.shape[-1]).T for each in (gradient, x))
-        return _product(columns, inputs, self.recipe.gradients, self.recipe.inputs).to(weight.dtype)
+        """Return the gradient of the weight from the input and the gradient of the output."""
+        d_weight = _product(_rows(gradient).T, _rows(x).T, self.recipe.gradients, self.recipe.inputs)
+        return d_weight.to(self.dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return a tensor as a matrix of its last axis."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -103,7 +117,8 @@ def _product(a: Tensor, b: Tensor, of_a: Quantization, of_b: Quantization) -> Te
     """Return a @ b.T [N, O] float32 of matrices [N, K] and [O, K], quantised."""
     pairs = ((a, of_a), (b, of_b))
     a, b = (dequantize(*quantize(x, quantization), quantization) for x, quantization in pairs)
-    return a @ b.T
+    with without_autocast(a.device.type):
+        return a @ b.T
 
 
 def _maxima(x: Tensor, quantization: Quantization) -> Tensor:

@@ -27,6 +27,10 @@ BROKEN = {
     (TransformerConfig, "impl"): ({"impl": "cuda"}, r"impl: .*'auto', 'reference', 'triton'.* got 'cuda'"),
     (TransformerConfig, "fp8"): ({"fp8": True}, r"fp8: expected None, 'e4m3' or 'hybrid', got True"),
     (TransformerConfig, "fp8_recipe"): ({"fp8_recipe": "delayed"}, r"fp8_recipe: .*'current', 'blockwise'.*'delayed'"),
+    (TransformerConfig, "fp8_recipe needs fp8"): (
+        {"fp8_recipe": "blockwise"},
+        r"fp8_recipe: expected 'current', the default, without fp8, got 'blockwise'; give fp8",
+    ),
     (TransformerConfig, "fp8 adds up in float32"): (
         {"fp8": "e4m3", "params_dtype": "float64"},
         r"fp8: expected None with params_dtype='float64', .* added up in float32, got 'e4m3'",

@@ -38,7 +38,7 @@ MAY_IMPORT = {
 MODULES = {
     "autograd": set(),
     "linear_products": set(),
-    "fp8": {"autograd", "linear_products"},
+    "fp8": {"autograd", "linear_products", "operands"},
     "wrapped_forward": set(),
     "named_modules": {"traced_programs"},
     "traced_programs": set(),

@@ -1,5 +1,6 @@
 """FP8: both backends quantise to the bits that diptych/plans/fp8.py defines, and multiply what it says."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 
@@ -19,8 +20,9 @@ from jax_impl import fp8 as in_jax
 from parity.compare import relative_difference
 from reference_torch import fp8 as in_torch
 from reference_torch.modules import Linear
+from reference_torch.pipeline.split_backward import DeferredWeightGradients
 from reference_torch.transformer import GPTModel
-from tests.backends import BACKENDS, model_gradients, normal, trainers
+from tests.backends import BACKENDS, model_gradients, normal, tiny_corpus, trainers
 from tests.test_precision import CONFIG, TRAIN, apart, curve_of
 
 RECIPES = [plan.product_recipe(format, recipe) for format in ("e4m3", "hybrid") for recipe in ("current", "blockwise")]
@@ -140,6 +142,67 @@ def test_what_is_not_finite_is_seen(recipe, wrong):
     np.testing.assert_array_equal(np.asarray(in_jax.fp8_linear(jnp.asarray(x), jnp.ones((4, 3)), recipe)), y)
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 3, 5), (4, 0, 5), (2, 5, 0), (5,), (2, 1, 3, 7)], ids=str)
+def test_arrays_of_any_rank_and_size(recipe, shape):
+    x, w = normal(0, *shape, dtype=np.float32), normal(1, 6, shape[-1], dtype=np.float32)
+    of_x = torch.from_numpy(x).requires_grad_()
+    y = in_torch.fp8_linear(of_x, torch.from_numpy(w), recipe)
+    y.sum().backward()
+    theirs, pull_back = jax.vjp(lambda x, w: in_jax.fp8_linear(x, w, recipe), jnp.asarray(x), jnp.asarray(w))
+    gradients = pull_back(jnp.ones_like(theirs))
+    assert of_x.grad is not None
+    assert y.shape == theirs.shape == (*shape[:-1], 6)
+    np.testing.assert_allclose(y.detach().numpy(), theirs, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(of_x.grad.numpy(), gradients[0], rtol=1e-5, atol=1e-5)
+    assert gradients[1].shape == w.shape
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_wrong_arguments_are_named():
+    recipe = RECIPES[0]
+    for linear, array in ((in_torch.fp8_linear, torch.ones), (in_jax.fp8_linear, jnp.ones)):
+        with pytest.raises(ValueError, match=r"weight: expected shape \(4, 3\), got \(4, 2\)"):
+            linear(array((5, 3)), array((4, 2)), recipe)
+        with pytest.raises(ValueError, match=r"x: expected .*float"):
+            linear(array((5, 3), dtype=torch.int32 if array is torch.ones else jnp.int32), array((4, 3)), recipe)
+    with pytest.raises(ValueError, match=r"format, recipe: expected one of e4m3, hybrid and .*, got 'e5m2' and 'curr"):
+        plan.product_recipe("e5m2", "current")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_second_derivatives_are_refused(recipe):
+    x, w = normal(0, 2, 3, dtype=np.float32), normal(1, 4, 3, dtype=np.float32)
+    given = torch.from_numpy(x).requires_grad_()
+    y = (in_torch.fp8_linear(given, torch.from_numpy(w), recipe) ** 2).sum()
+    with pytest.raises(RuntimeError, match="expected to be differentiated once"):
+        torch.autograd.grad(y, given, create_graph=True)
+
+    def slope(x):
+        return jax.grad(lambda x: (in_jax.fp8_linear(x, jnp.asarray(w), recipe) ** 2).sum())(x).sum()
+
+    with pytest.raises(RuntimeError, match="expected to be differentiated once"):
+        jax.grad(slope)(jnp.asarray(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_and_deferred_weight_gradients_change_nothing(dtype):
+    x, w = torch.from_numpy(normal(0, 6, 40, dtype=np.float32)), torch.from_numpy(normal(1, 30, 40, dtype=np.float32))
+    results = []
+    for autocast, defer in ((False, False), (True, False), (False, True), (True, True)):
+        of_x, of_w = x.clone().requires_grad_(), torch.nn.Parameter(w.clone())
+        deferred = DeferredWeightGradients()
+        with deferred if defer else nullcontext(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = in_torch.fp8_linear(of_x, of_w.to(dtype), RECIPES[0])
+        with deferred if defer else nullcontext():
+            (y * torch.arange(30)).sum().backward()
+        assert not defer or of_w.grad is None
+        deferred.run()
+        results.append((y.detach(), of_x.grad, of_w.grad))
+    for found in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+
+
 LAYERS = TransformerConfig(
     hidden_size=24,
     num_layers=3,
@@ -203,9 +266,34 @@ def test_both_backends_have_the_gradients(config, recipe):
     assert relative_difference(ours, theirs) <= 2e-6
     far = {name: float(relative_difference(of_torch[name], of_jax[name])) for name in of_torch}
     assert max(far.values()) <= 5e-2
-    plain = model_gradients("torch", replace(config, fp8=None), tokens=TOKENS, cotangent=cotangent, step=0)[1]
+    plain = model_gradients(
+        "torch", replace(config, fp8=None, fp8_recipe="current"), tokens=TOKENS, cotangent=cotangent, step=0
+    )[1]
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     assert relative_difference(of_torch[name], plain[name]) > 1e-2
+
+
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_microbatches_are_quantised_alike_in_steps_gradients_and_validation(recipe):
+    """Three of them: the loss of each is divided by 3 before backward, in both backends."""
+    config = replace(LAYERS, vocab_size=256, layer_pattern="attention", fp8="hybrid", fp8_recipe=recipe)
+    train = TrainConfig(train_iters=2, global_batch_size=6, micro_batch_size=2, eval_iters=1)
+    batch = tiny_corpus().batch(0, 6, config.seq_length)
+    found = []
+    for trainer in trainers(config, train):
+        loss, gradients = trainer.loss_and_gradients(batch)
+        validation = trainer.validation_loss()
+        norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients.values()))
+        step = trainer.train_step(0)
+        assert step.loss == pytest.approx(loss, abs=1e-6)
+        assert step.grad_norm == pytest.approx(norm, rel=1e-5)
+        found.append((loss, gradients, validation))
+    (loss, gradients, validation), (of_jax, theirs, validation_in_jax) = found
+    assert loss == pytest.approx(of_jax, abs=1e-6)
+    assert validation == pytest.approx(validation_in_jax, abs=1e-6)
+    assert max(relative_difference(gradients[name], theirs[name]) for name in gradients) <= 1e-2
+    parts = [trainers(config, replace(train, micro_batch_size=6))[0].validation_loss(), validation]
+    assert (abs(parts[0] - parts[1]) > 1e-6) == (recipe == "current")
 
 
 def test_a_run_resumes_in_the_other_backend_with_fp8_and_not_without(tmp_path):
@@ -223,7 +311,9 @@ def test_a_run_resumes_in_the_other_backend_with_fp8_and_not_without(tmp_path):
             losses.append(resumed.train_step(resumed.resume(folder)).loss)
         assert losses[0] == pytest.approx(losses[1], abs=1e-4)
         with pytest.raises(ValueError, match=r"fp8 'e4m3' in the checkpoint, None here"):
-            dict(zip(BACKENDS, trainers(replace(config, fp8=None), train), strict=True))[backend].resume(folder)
+            dict(zip(BACKENDS, trainers(replace(config, fp8=None, fp8_recipe="current"), train), strict=True))[
+                backend
+            ].resume(folder)
 
 
 @cache

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.config.precision import FP8_FORMATS
 
 Format = Literal["e4m3", "hybrid"]
 Recipe = Literal["current", "blockwise"]
@@ -72,7 +73,15 @@ def product_recipe(format: Format, recipe: Recipe) -> ProductRecipe:
     Args:
         format: "e4m3" for all arrays, or "hybrid": e5m2, with more range and less precision, for gradients.
         recipe: "current" for one scale per array, or "blockwise".
+
+    Raises:
+        ValueError: the format or the recipe is unknown.
     """
+    if format not in FP8_FORMATS or recipe not in OF_RECIPE:
+        raise ValueError(
+            f"format, recipe: expected one of {', '.join(FP8_FORMATS)} and one of {', '.join(OF_RECIPE)}, got "
+            f"{format!r} and {recipe!r}"
+        )
     rows, square = OF_RECIPE[recipe]
     forward = "float8_e4m3fn"
     backward = "float8_e5m2" if format == "hybrid" else forward

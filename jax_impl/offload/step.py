@@ -60,7 +60,7 @@ class OffloadedStep:
         self.steps_run = 0
         """Number of training steps, for stats."""
         self.forwards_run = 0
-        """Number of evaluation batches, for stats."""
+        """Number of evaluated microbatches, for stats."""
         self.plan = plan_offload((), {}, then=())
         """Moves of a step; at its end every layer is evicted."""
         self._parameters = OffloadedParameters(params, layer_numbers(params))

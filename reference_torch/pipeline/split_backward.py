@@ -54,7 +54,7 @@ class DeferredWeightGradients(TorchFunctionMode):
             if operation is not None:
                 x, weight, bias, kind = operation
                 device = x.device.type
-                if torch.is_autocast_enabled(device):
+                if torch.is_autocast_enabled(device) and func is not fp8_linear:
                     dtype = torch.get_autocast_dtype(device)
                     x, weight, bias = (_autocast(tensor, dtype) for tensor in (x, weight, bias))
                 parameter = _leaf_of(weight)
@@ -255,7 +255,7 @@ def _convolution(apply: Callable[..., Tensor], dimensions: int) -> Callable[...,
 
 
 def _fp8_linear(x: Tensor, weight: Tensor, recipe: ProductRecipe) -> _Operation:
-    return x, weight, None, Fp8Products(recipe)
+    return x, weight, None, Fp8Products(recipe, weight.dtype)
 
 
 _READERS: dict[Any, Callable[..., _Operation]] = {

@@ -29,9 +29,8 @@ def in_dtype(config: Any, dtype: str) -> Any:
         config: a TransformerConfig.
         dtype: "float64", "float32" or "bfloat16".
     """
-    return replace(
-        config, params_dtype="float64" if dtype == "float64" else "float32", bf16=dtype == "bfloat16", fp8=None
-    )
+    params_dtype = "float64" if dtype == "float64" else "float32"
+    return replace(config, params_dtype=params_dtype, bf16=dtype == "bfloat16", fp8=None, fp8_recipe="current")
 
 
 def _whole_arrays(name: str) -> Rule:
@@ -53,6 +52,11 @@ FP8_RULES: tuple[Rule, ...] = (
         lambda c: f"fp8: expected None, {' or '.join(map(repr, FP8_FORMATS))}, got {c.fp8!r}",
     ),
     choice("fp8_recipe", FP8_RECIPES),
+    Rule(
+        "fp8_recipe needs fp8",
+        lambda c: c.fp8 is not None or c.fp8_recipe == "current",
+        lambda c: f"fp8_recipe: expected 'current', the default, without fp8, got {c.fp8_recipe!r}; give fp8",
+    ),
     Rule(
         "fp8 adds up in float32",
         lambda c: c.fp8 is None or c.params_dtype != "float64",
