@@ -64,6 +64,14 @@ def test_report_of_the_delta_rule_is_what_this_triton_says():
         assert found == delta_rule_table(used)
 
 
+@pytest.mark.parametrize("name", ["scan.scan_forward (outputs)", "scan.scan_backward (one decay, states)"])
+def test_scans_load_matrices_in_wide_pieces(name):
+    """Loads of two bytes are those of the step sizes; a mask of single elements made 64 more of each matrix."""
+    ptx = ahead.compile_ahead(ahead.delta_rule_production(dtype="bfloat16")[name], 90).asm["ptx"]
+    assert len(re.findall(r"ld\.global[.\w:]*\.b16", ptx)) <= 2
+    assert len(re.findall(r"cp\.async\.\w+\.shared", ptx)) >= 54
+
+
 def test_every_kernel_is_compiled_and_has_candidates():
     import importlib
 
