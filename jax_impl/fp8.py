@@ -59,11 +59,11 @@ def fp8_linear(x: Float[Array, "*b i"], weight: Float[Array, "o i"], recipe: Pro
         RuntimeError: the result is differentiated twice.
     """
     operations.check_linear(operand("x", x), operand("weight", weight), None)
-    return multiply(_Fp8Products(recipe), x, weight)
+    return multiply(Fp8Products(recipe), x, weight)
 
 
 @dataclass(frozen=True)
-class _Fp8Products(LinearProducts):
+class Fp8Products(LinearProducts):
     """The products of fp8_linear and of its gradients."""
 
     recipe: ProductRecipe
@@ -83,18 +83,18 @@ class _Fp8Products(LinearProducts):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(products: _Fp8Products, x: Array, weight: Array) -> Array:
+def _linear(products: Fp8Products, x: Array, weight: Array) -> Array:
     """Return the product of fp8_linear."""
     y = _product(as_matrix(x), weight, products.recipe.inputs, products.recipe.weights)
     return y.astype(x.dtype).reshape(*x.shape[:-1], len(weight))
 
 
-def _forward(products: _Fp8Products, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+def _forward(products: Fp8Products, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
     """Return the product, and save its operands as they are."""
     return _linear(products, x, weight), (x, weight)
 
 
-def _backward(products: _Fp8Products, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+def _backward(products: Fp8Products, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     """Return the gradients of both operands; each is one product."""
     x, weight = saved
     of_weight = products.weight_gradient(x, gradient).astype(weight.dtype)

@@ -95,10 +95,12 @@ class TorchBackend(Functions):
     def integers(self, x: Any, like: Tensor) -> Tensor:
         """Move an array of integers, possibly of numpy, to the device of ``like``.
 
-        Tables that were moved before are remembered, because a copy from the host waits for the device.
+        Tables that were moved before are remembered, because a copy from the host waits for the device. A CUDA graph
+        must not read one of them: it would outlive the memory, so its capture raises CUDA's error of a copy.
         """
         is_traced = torch.compiler.is_compiling() or isinstance(like, FakeTensor)
-        if like.device.type != "cuda" or is_traced or not isinstance(x, np.ndarray):
+        is_remembered = like.device.type == "cuda" and not is_traced and isinstance(x, np.ndarray)
+        if not is_remembered or torch.cuda.is_current_stream_capturing():
             return torch.as_tensor(np.array(x) if isinstance(x, np.ndarray) else x, device=like.device)
         stream = torch.cuda.current_stream(like.device)
         return _table_on(like.device, stream.cuda_stream, x.tobytes(), x.dtype.str, x.shape)

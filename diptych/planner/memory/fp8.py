@@ -16,8 +16,10 @@ def linear_scratch(recipe: ProductRecipe, tokens: int, x: int, y: int, item: int
         y: bytes of the output [N, O].
         item: bytes of an element of the input.
     """
-    x, y = x // item, y // item
-    inputs, outputs = x // tokens, y // tokens
+    x //= item
+    y //= item
+    inputs = x // tokens
+    outputs = y // tokens
     weight = inputs * outputs
     of_x = _operand((tokens, inputs), recipe.inputs, item)
     of_y = _operand((tokens, outputs), recipe.gradients, item)

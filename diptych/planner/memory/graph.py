@@ -289,8 +289,10 @@ class GraphBuilder:
         parameters = weight + self.weights.get(f"{name}.bias", 0)
         recipe = linear_recipe(self.config, name)
         rounded = [] if self.item == self.wide or recipe else [Value("weights in bfloat16", weight // 2)]
-        plain, flops = (0, weight // 2 * len(rounded)), self._product(weight)
-        scratch = linear_scratch(recipe, self.tokens, x.size, y.size, self.item) if recipe else plain
+        scratch = 0, weight // 2 * len(rounded)
+        if recipe is not None:
+            scratch = linear_scratch(recipe, self.tokens, x.size, y.size, self.item)
+        flops = self._product(weight)
         return [Node([x], [y, *rounded], [x, *rounded], region, parameters, *scratch, flops=flops, is_linear=True)]
 
     def _product(self, weight_bytes: int) -> int:

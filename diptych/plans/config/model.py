@@ -268,7 +268,7 @@ class TransformerConfig:
 
     @property
     def product_dtype(self) -> str:
-        """Narrowest type of the operands of matrix products; the name of its tolerances in parity."""
+        """Name the narrowest type of the operands of matrix products, as parity names its tolerances."""
         return self.compute_dtype if self.fp8 is None else "float8"
 
     @property
