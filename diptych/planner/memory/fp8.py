@@ -1,21 +1,29 @@
 """Memory that PyTorch's FP8 linear maps need while they run; reference_torch/fp8.py runs them."""
 
-from diptych.plans.fp8 import ProductRecipe, Quantization, blocks_of
+from diptych.plans.config import TransformerConfig
+from diptych.plans.fp8 import Quantization, blocks_of, linear_recipe
 
 WIDE = 4
 """Bytes of a float32."""
 
 
-def linear_scratch(recipe: ProductRecipe, tokens: int, x: int, y: int, item: int) -> tuple[int, int]:
+def linear_scratch(config: TransformerConfig, name: str, tokens: int, x: int, y: int) -> tuple[int, int] | None:
     """Return the bytes that forward allocates beside the output, and backward beside the gradients.
 
     Args:
-        recipe: how the map quantises its arrays.
+        config: configuration of the model.
+        name: canonical name of the map.
         tokens: rows of the input. N
         x: bytes of the input [N, I].
         y: bytes of the output [N, O].
-        item: bytes of an element of the input.
+
+    Returns:
+        None if the map has no FP8 product.
     """
+    recipe = linear_recipe(config, name)
+    if recipe is None:
+        return None
+    item = ITEM_SIZES[config.compute_dtype]
     x //= item
     y //= item
     inputs = x // tokens

@@ -9,7 +9,6 @@ from diptych.planner.memory.nodes import Layer, Node, Value
 from diptych.planner.memory.regions import OUTPUT_MAPS, Regions
 from diptych.planner.memory.rule import RuleShape, rule_scratch
 from diptych.plans.config import TransformerConfig
-from diptych.plans.fp8 import linear_recipe
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
 from diptych.plans.model.layers import LayerConfig
 from diptych.plans.model.parameters import parameter_specs
@@ -287,11 +286,9 @@ class GraphBuilder:
     def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
         weight = self.weights[f"{name}.weight"]
         parameters = weight + self.weights.get(f"{name}.bias", 0)
-        recipe = linear_recipe(self.config, name)
-        rounded = [] if self.item == self.wide or recipe else [Value("weights in bfloat16", weight // 2)]
-        scratch = 0, weight // 2 * len(rounded)
-        if recipe is not None:
-            scratch = linear_scratch(recipe, self.tokens, x.size, y.size, self.item)
+        in_fp8 = linear_scratch(self.config, name, self.tokens, x.size, y.size)
+        rounded = [] if self.item == self.wide or in_fp8 else [Value("weights in bfloat16", weight // 2)]
+        scratch = in_fp8 or (0, weight // 2 * len(rounded))
         flops = self._product(weight)
         return [Node([x], [y, *rounded], [x, *rounded], region, parameters, *scratch, flops=flops, is_linear=True)]
 
