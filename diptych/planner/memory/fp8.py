@@ -23,7 +23,7 @@ def linear_scratch(config: TransformerConfig, name: str, tokens: int, x: int, y:
     recipe = linear_recipe(config, name)
     if recipe is None:
         return None
-    item = ITEM_SIZES[config.compute_dtype]
+    item = 2 if config.bf16 else WIDE
     x //= item
     y //= item
     inputs = x // tokens
