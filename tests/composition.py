@@ -496,6 +496,8 @@ def assert_learns_as_plain(found: Outcome, composition: Composition, same_roundi
         dtype = "float32"
     exact = dtype == "float64"
     limit = 1e-10 if exact else GRADIENT[dtype]
+    if dtype == "float8":  # of one rounding that falls otherwise; an unquantised product is 5e-2 away
+        limit = 1e-2
     same_rounding = same_rounding and composition.model.tensor_model_parallel_size == 1
     if dtype == "bfloat16" and not same_rounding:
         limit = max(limit, 2 * effect_of_rounding(composition))
