@@ -11,29 +11,42 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of
+from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of, check_scales
 from diptych.plans.model import operations
 from jax_impl.linear_products import LinearProducts, as_matrix, multiply
 from jax_impl.operands import operand
 
+INPUTS, WEIGHTS, GRADIENTS = range(3)
+"""Places of a recipe and of scales."""
+Scales = tuple[Array, Array] | None
+"""Scales of two operands that come from earlier steps."""
 
-def quantize(x: Float[Array, "n k"], quantization: Quantization) -> tuple[Array, Float[Array, "a b"]]:
+
+def quantize(
+    x: Float[Array, "n k"], quantization: Quantization, scale: Float[Array, ""] | None = None
+) -> tuple[Array, Float[Array, "a b"]]:
     """Quantise a matrix.
 
     Args:
         x: the matrix. [N, K]
         quantization: type and blocks.
+        scale: scale of the array, if it comes from earlier steps.
 
     Returns:
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
-        float32. An entry that is not finite is NaN, and so are all others with the same scale.
+        float32. An entry that is not finite is NaN, and so are all others whose scale is taken from it.
     """
     wide = x.astype(jnp.float32)
-    scale = _scales(_maxima(wide, quantization), quantization)
     largest = quantization.largest
-    scaled = wide * _spread(scale, wide.shape, quantization)
+    if quantization.delayed:
+        assert scale is not None, "the scale of a delayed recipe is an argument"
+        scales = scale.reshape(1, 1)
+        scaled = jnp.where(jnp.isfinite(wide), wide * scales, jnp.nan)
+    else:
+        scales = _scales(_maxima(wide, quantization), quantization)
+        scaled = wide * _spread(scales, wide.shape, quantization)
     clipped = jnp.where(jnp.isnan(scaled), scaled, jnp.clip(scaled, -largest, largest))
-    return clipped.astype(quantization.dtype), 1 / scale
+    return clipped.astype(quantization.dtype), 1 / scales
 
 
 def dequantize(values: Array, inverse: Float[Array, "a b"], quantization: Quantization) -> Float[Array, "n k"]:
@@ -41,7 +54,12 @@ def dequantize(values: Array, inverse: Float[Array, "a b"], quantization: Quanti
     return values.astype(jnp.float32) * _spread(inverse, values.shape, quantization)
 
 
-def fp8_linear(x: Float[Array, "*b i"], weight: Float[Array, "o i"], recipe: ProductRecipe) -> Float[Array, "*b o"]:
+def fp8_linear(
+    x: Float[Array, "*b i"],
+    weight: Float[Array, "o i"],
+    recipe: ProductRecipe,
+    scales: Float[Array, "3"] | None = None,
+) -> Float[Array, "*b o"]:
     """Return x @ weight.T by products of 8-bit floats, forward and backward.
 
     Backward quantises x again instead of saving it in 8 bits.
@@ -50,6 +68,8 @@ def fp8_linear(x: Float[Array, "*b i"], weight: Float[Array, "o i"], recipe: Pro
         x: input. [..., I]
         weight: weight. [O, I]
         recipe: how the arrays are quantised.
+        scales: with a delayed recipe, the scales of x, weight and the gradient of the output; see
+            amax_history.delayed_scales. [3] float32
 
     Returns:
         [..., O] in the type of x.
@@ -59,7 +79,8 @@ def fp8_linear(x: Float[Array, "*b i"], weight: Float[Array, "o i"], recipe: Pro
         RuntimeError: the result is differentiated twice.
     """
     operations.check_linear(operand("x", x), operand("weight", weight), None)
-    return multiply(Fp8Products(recipe), x, weight)
+    check_scales(recipe, None if scales is None else operand("scales", scales))
+    return multiply(Fp8Products(recipe), x, weight, scales)
 
 
 @dataclass(frozen=True)
@@ -68,53 +89,62 @@ class Fp8Products(LinearProducts):
 
     recipe: ProductRecipe
 
-    def __call__(self, x: Array, weight: Array) -> Array:
+    def __call__(self, x: Array, weight: Array, scales: Array | None = None) -> Array:
         """Return x @ weight.T in the type of x, differentiably."""
-        return _linear(self, x, weight)
+        return _linear(self, x, weight, scales)
 
-    def input_gradient(self, x: Array, weight: Array, gradient: Array) -> Array:
+    def input_gradient(self, x: Array, weight: Array, gradient: Array, scales: Array | None = None) -> Array:
         """Return the gradient of x, in its shape and type, from that of the output."""
-        d_x = _product_once(as_matrix(gradient), weight.T, self.recipe.gradients, self.recipe.weights)
+        d_x = _product_once(as_matrix(gradient), weight.T, *self._as(GRADIENTS, WEIGHTS, scales))
         return d_x.astype(x.dtype).reshape(x.shape)
 
-    def weight_gradient(self, x: Array, gradient: Array) -> Array:
+    def weight_gradient(self, x: Array, gradient: Array, scales: Array | None = None) -> Array:
         """Return the gradient [O, I] float32 of the weight, from the input and the gradient of the output."""
-        return _product_once(as_matrix(gradient).T, as_matrix(x).T, self.recipe.gradients, self.recipe.inputs)
+        return _product_once(as_matrix(gradient).T, as_matrix(x).T, *self._as(GRADIENTS, INPUTS, scales))
+
+    def _as(self, a: int, b: int, scales: Array | None) -> tuple[Scales, Quantization, Quantization]:
+        """Return the scales and the quantisation of operands that are inputs, weights or gradients."""
+        return None if scales is None else (scales[a], scales[b]), self.recipe[a], self.recipe[b]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(products: Fp8Products, x: Array, weight: Array) -> Array:
+def _linear(products: Fp8Products, x: Array, weight: Array, scales: Array | None) -> Array:
     """Return the product of fp8_linear."""
-    y = _product(as_matrix(x), weight, products.recipe.inputs, products.recipe.weights)
+    y = _product(as_matrix(x), weight, *products._as(INPUTS, WEIGHTS, scales))
     return y.astype(x.dtype).reshape(*x.shape[:-1], len(weight))
 
 
-def _forward(products: Fp8Products, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+Saved = tuple[Array, Array, Array | None]
+"""Operands and scales of a linear map."""
+
+
+def _forward(products: Fp8Products, x: Array, weight: Array, scales: Array | None) -> tuple[Array, Saved]:
     """Return the product, and save its operands as they are."""
-    return _linear(products, x, weight), (x, weight)
+    return _linear(products, x, weight, scales), (x, weight, scales)
 
 
-def _backward(products: Fp8Products, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+def _backward(products: Fp8Products, saved: Saved, gradient: Array) -> tuple[Array, Array, None]:
     """Return the gradients of both operands; each is one product."""
-    x, weight = saved
-    of_weight = products.weight_gradient(x, gradient).astype(weight.dtype)
-    return products.input_gradient(x, weight, gradient), of_weight
+    x, weight, scales = saved
+    of_weight = products.weight_gradient(x, gradient, scales).astype(weight.dtype)
+    return products.input_gradient(x, weight, gradient, scales), of_weight, None
 
 
 _linear.defvjp(_forward, _backward)
 
 
-def _product(a: Array, b: Array, of_a: Quantization, of_b: Quantization) -> Array:
+def _product(a: Array, b: Array, scales: Scales, of_a: Quantization, of_b: Quantization) -> Array:
     """Return a @ b.T [N, O] float32 of matrices [N, K] and [O, K], quantised."""
-    pairs = ((a, of_a), (b, of_b))
-    a, b = (dequantize(*quantize(x, quantization), quantization) for x, quantization in pairs)
+    scale_a, scale_b = scales or (None, None)
+    operands = ((a, of_a, scale_a), (b, of_b, scale_b))
+    a, b = (dequantize(*quantize(x, quantization, scale), quantization) for x, quantization, scale in operands)
     return a @ b.T
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _product_once(a: Array, b: Array, of_a: Quantization, of_b: Quantization) -> Array:
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _product_once(a: Array, b: Array, scales: Scales, of_a: Quantization, of_b: Quantization) -> Array:
     """Return _product of a gradient, whose derivative raises an error."""
-    return _product(a, b, of_a, of_b)
+    return _product(a, b, scales, of_a, of_b)
 
 
 @_product_once.defjvp

@@ -20,15 +20,21 @@ from jax import Array
 class LinearProducts:
     """The products of a linear map and of its gradients, in the type of its input."""
 
-    def __call__(self, x: Array, weight: Array) -> Array:
-        """Return x @ weight.T, differentiably."""
+    def __call__(self, x: Array, weight: Array, scales: Array | None = None) -> Array:
+        """Return x @ weight.T, differentiably.
+
+        Args:
+            x: input. [..., I]
+            weight: weight. [O, I]
+            scales: scales of inputs, weights and gradients that come from earlier steps; only FP8 has some. [3]
+        """
         return x @ weight.T.astype(x.dtype)
 
-    def input_gradient(self, x: Array, weight: Array, gradient: Array) -> Array:
+    def input_gradient(self, x: Array, weight: Array, gradient: Array, scales: Array | None = None) -> Array:
         """Return the gradient of x from that of the output."""
         return gradient @ weight.astype(x.dtype)
 
-    def weight_gradient(self, x: Array, gradient: Array) -> Array:
+    def weight_gradient(self, x: Array, gradient: Array, scales: Array | None = None) -> Array:
         """Return the gradient of the weight from the input and the gradient of the output."""
         return jnp.einsum("no,ni->oi", as_matrix(gradient), as_matrix(x))
 
@@ -38,19 +44,21 @@ def as_matrix(x: Array) -> Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def multiply(products: LinearProducts, x: Array, weight: Array) -> Array:
+def multiply(products: LinearProducts, x: Array, weight: Array, scales: Array | None = None) -> Array:
     """Return x @ weight.T by these products, with the tap of the weight if a context gives it one."""
     taps = _TAPS.get()
-    return products(x, weight) if taps is None else taps.product(products, x, weight)
+    return products(x, weight, scales) if taps is None else taps.product(products, x, weight, scales)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["input", "output"], meta_fields=["products"])
+@partial(jax.tree_util.register_dataclass, data_fields=["input", "output", "scales"], meta_fields=["products"])
 @dataclass(frozen=True)
 class LinearTap:
     """Arrays with the shapes of a linear map's input and output; see LinearTaps."""
 
     input: Any
     output: Any
+    scales: Any
+    """None if the map takes none."""
     products: LinearProducts
     """The products of the map, by which its weight gradient is computed later."""
 
@@ -58,10 +66,10 @@ class LinearTap:
 class LinearTaps:
     """A context in which backward returns the operands of weight gradients instead of the gradients.
 
-    A tap is a pair of zero arrays with the shapes of a linear map's input and output. The map does not read the tap.
-    The gradients of the tap are the map's input and the gradient of its output, whose product is the gradient of the
-    weight. So a backward pass with taps computes no weight gradients, and they can be computed later. A tap is an
-    ordinary argument of jax.vjp, so this also works under jax.checkpoint.
+    A tap is a group of zero arrays with the shapes of a linear map's input, output and, if it has some, scales. The
+    map does not read the tap. The gradients of the tap are what the gradient of the weight is computed from: the map's
+    input, the gradient of its output, and the scales. So a backward pass with taps computes no weight gradients, and
+    they can be computed later. A tap is an ordinary argument of jax.vjp, so this also works under jax.checkpoint.
 
     Args:
         weights: arrays that linear will receive (compared by identity), by name.
@@ -82,46 +90,52 @@ class LinearTaps:
     def __exit__(self, *exception: object) -> None:
         _TAPS.reset(self._before)
 
-    def product(self, products: LinearProducts, x: Array, weight: Array) -> Array:
+    def product(self, products: LinearProducts, x: Array, weight: Array, scales: Array | None) -> Array:
         """Return x @ weight.T, with the tap of the weight if it has one."""
         name = self._names.get(id(weight))
         if name is None:
-            return products(x, weight)
+            return products(x, weight, scales)
         if name in self._twice or name in self.shapes:
             assert self._taps is None, f"{name} is the weight of two linear maps, but has one tap"
             self._twice.add(name)
             self.shapes.pop(name, None)
-            return products(x, weight)
-        output = jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[0]), x.dtype)
-        self.shapes[name] = LinearTap(jax.ShapeDtypeStruct(x.shape, x.dtype), output, products)
+            return products(x, weight, scales)
+        likes = (
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[0]), x.dtype),
+            None if scales is None else jax.ShapeDtypeStruct(scales.shape, scales.dtype),
+        )
+        self.shapes[name] = LinearTap(*likes, products)
         if self._taps is None:
-            return products(x, weight)
+            return products(x, weight, scales)
         tap = self._taps[name]
-        return _tapped_product(products, x, weight, *(tap.input, tap.output))
+        return _tapped_product(products, x, weight, scales, (tap.input, tap.output, tap.scales))
 
 
 _TAPS: ContextVar[LinearTaps | None] = ContextVar("linear taps", default=None)
+Operands = tuple[Array, Array, Array | None]
+"""Operands of a product and its scales; or the arrays of a tap."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tapped_product(products: LinearProducts, x: Array, weight: Array, input_tap: Array, output_tap: Array) -> Array:
-    """Return x @ weight.T, with the operands of the weight gradient as gradients of the taps; see LinearTaps."""
-    return products(x, weight)
+def _tapped_product(products: LinearProducts, x: Array, weight: Array, scales: Array | None, tap: Operands) -> Array:
+    """Return x @ weight.T, with the operands of the weight gradient as gradients of the tap; see LinearTaps."""
+    return products(x, weight, scales)
 
 
 def _tapped_forward(
-    products: LinearProducts, x: Array, weight: Array, *taps: Array
-) -> tuple[Array, tuple[Array, Array]]:
+    products: LinearProducts, x: Array, weight: Array, scales: Array | None, tap: Operands
+) -> tuple[Array, Operands]:
     """Return the product, and save its operands."""
-    return products(x, weight), (x, weight)
+    return products(x, weight, scales), (x, weight, scales)
 
 
 def _tapped_backward(
-    products: LinearProducts, saved: tuple[Array, Array], grad: Array
-) -> tuple[Array, None, Array, Array]:
-    """Return the gradient of x, and x and the output gradient as gradients of the taps."""
-    x, weight = saved
-    return products.input_gradient(x, weight, grad), None, x, grad
+    products: LinearProducts, saved: Operands, grad: Array
+) -> tuple[Array, None, None, tuple[Array, Array, Array | None]]:
+    """Return the gradient of x, and x, the output gradient and the scales as gradients of the tap."""
+    x, weight, scales = saved
+    return products.input_gradient(x, weight, grad, scales), None, None, (x, grad, scales)
 
 
 _tapped_product.defvjp(_tapped_forward, _tapped_backward)

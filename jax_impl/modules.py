@@ -7,9 +7,11 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from diptych.plans.amax_history import NAME, gradient_shift
 from diptych.plans.config import TransformerConfig
-from diptych.plans.fp8 import linear_recipe
-from diptych.plans.model.parameters import ParameterSpec, norm_spec
+from diptych.plans.fp8 import ProductRecipe, linear_recipe
+from diptych.plans.model.parameters import ParameterSpec, norm_spec, with_history
+from jax_impl.amax_history import delayed_scales, observe
 from jax_impl.fp8 import fp8_linear
 from jax_impl.ops import add_bias, linear, parameter
 from jax_impl.tensor_parallel import WHOLE, TensorParallel
@@ -28,15 +30,39 @@ class Linear(nnx.Module):
         self.weight = parameter(config, f"{name}.weight", specs["weight"])
         self.bias = parameter(config, f"{name}.bias", specs["bias"]) if "bias" in specs else None
         self.fp8 = linear_recipe(config, name)
+        history = with_history(config, name, specs).get(NAME)
+        self.amax_history = None if history is None else parameter(config, f"{name}.{NAME}", history)
+        self.gradient_shift = 0
+        """See diptych.plans.amax_history.gradient_shift."""
 
     def __call__(self, x: Float[Array, "b t i"]) -> tuple[Float[Array, "b t o"], Array | None]:
         """Return x @ weight.T [B, T, O] and the bias [O] or None, which the caller adds."""
         weight = self.weight[...]
-        return linear(x, weight) if self.fp8 is None else fp8_linear(x, weight, self.fp8), _value(self.bias)
+        return linear(x, weight) if self.fp8 is None else self._in_fp8(x, weight, self.fp8), _value(self.bias)
 
     def with_bias(self, x: Float[Array, "b t i"]) -> Float[Array, "b t o"]:
         """Return x @ weight.T + bias [B, T, O]."""
         return add_bias(*self(x))
+
+    def _in_fp8(self, x: Float[Array, "b t i"], weight: Array, recipe: ProductRecipe) -> Float[Array, "b t o"]:
+        """Return x @ weight.T [B, T, O] by products of 8-bit floats."""
+        if self.amax_history is None:
+            return fp8_linear(x, weight, recipe)
+        history = self.amax_history[...]
+        return observe(
+            fp8_linear(x, weight, recipe, delayed_scales(history, recipe, self.gradient_shift)),
+            x,
+            weight,
+            history,
+            self.gradient_shift,
+        )
+
+
+def set_gradient_factor(module: nnx.Module, factor: float) -> None:
+    """Tell the linear maps of a module by how much the gradients of backward are larger than those of a step's loss."""
+    for _, each in nnx.iter_graph(module):
+        if isinstance(each, Linear):
+            each.gradient_shift = gradient_shift(factor)
 
 
 class RMSNorm(nnx.Module):

@@ -21,12 +21,14 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from diptych.plans.amax_history import is_history
 from diptych.plans.checkpoint import (
     MODEL,
     Checkpoint,
     check_model,
     check_settings,
     check_settings_on_all_ranks,
+    initial_weights,
     read_on_all_ranks,
     run_settings,
     split_arrays,
@@ -46,6 +48,7 @@ from diptych.plans.training import (
     learning_rate,
     microbatches,
 )
+from jax_impl.amax_history import history_flags, with_advanced, without_histories
 from jax_impl.groups import gather_texts, on_first_rank
 from jax_impl.offload import Layers, OffloadedStep
 from jax_impl.pipeline import OffloadedPipeline, PipelineStep, make_pipeline_step
@@ -195,7 +198,8 @@ class Trainer:
             check_batch(batch, self.train_config)
             loss, gradients = self._pipeline(self._params, *self._parts(batch, step))
             gradients = self._whole(gradients)
-        return loss.item(), export_parameters(self._joined(gradients))
+        named = export_parameters(self._joined(gradients))
+        return loss.item(), {name: gradient for name, gradient in named.items() if not is_history(gradient.shape)}
 
     def validation_loss(self) -> float:
         """Return the mean loss over ``eval_iters`` batches of the validation split, without dropout.
@@ -261,7 +265,7 @@ class Trainer:
             CheckpointError: the checkpoint is damaged or has another model; or processes found different checkpoints.
         """
         checkpoint = read_on_all_ranks(path, partial(check_model, model=self.config), gather_texts)
-        self.set_parameters(split_arrays(checkpoint.arrays, MODEL))
+        self.set_parameters(initial_weights(split_arrays(checkpoint.arrays, MODEL), self.config))
 
     def resume(self, path: Path) -> int:
         """Continue from a checkpoint of either backend with any number of pipeline stages.
@@ -357,7 +361,8 @@ class Trainer:
         Returns:
             New parameters, new optimizer state, and the norm of the gradients before clipping.
         """
-        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(self._counted_once(gradients))))
+        counted = self._counted_once(without_histories(gradients, self._histories(self._shapes)))
+        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(counted)))
         if self.train_config.clip_grad > 0.0:
             scale = jnp.minimum(1.0, self.train_config.clip_grad / (norm + CLIP_EPSILON))
             gradients = jax.tree.map(lambda g: g * scale, gradients)
@@ -366,14 +371,17 @@ class Trainer:
 
         def change(params: Any, state: optax.OptState, gradients: Any) -> tuple[Any, optax.OptState]:
             own = self._own(params)
-            updates, new_state = self._optimizer.update(gradients, state)
+            histories = self._histories(params)
+            updates, new_state = self._optimizer.update(without_histories(gradients, histories), state)
             decayed = jax.tree.map(
                 lambda u, p, decays: u + self.train_config.weight_decay * p if decays else u,
                 updates,
                 own,
                 self._decays(params),
             )
-            new = select(jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, own, decayed), own)
+            new = jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, own, decayed)
+            new = with_advanced(new, own, gradients, histories, self.config.fp8_amax_history_len)
+            new = select(new, own)
             return self._whole(new, params), select(new_state, state)
 
         return *self.offload.update(change, params, optimizer_state, gradients, resident or {}), norm
@@ -415,8 +423,15 @@ class Trainer:
 
     def _decays(self, params: Parameters) -> Parameters:
         """Return True for every parameter with weight decay, which its shape in the undivided model decides."""
-        shapes = params if self._pipeline is None else self._pipeline.shapes(params)
-        return jax.tree.map(lambda p: has_weight_decay(p.shape), shapes)
+        return jax.tree.map(lambda p: has_weight_decay(p.shape), self._model_shapes(params))
+
+    def _histories(self, params: Parameters) -> Parameters:
+        """Return True for every history of FP8, which its shape in the undivided model decides."""
+        return history_flags(self._model_shapes(params))
+
+    def _model_shapes(self, params: Parameters) -> Parameters:
+        """Return arrays, or their shapes, with the shapes of parameters in the undivided model."""
+        return params if self._pipeline is None else self._pipeline.shapes(params)
 
     def _staged(self, params: nnx.State) -> Parameters:
         """Convert parameters, gradients or moments of the undivided model to the layout in memory."""

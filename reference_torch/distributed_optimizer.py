@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from diptych.plans.optimizer_shares import own_share, share_size
+from reference_torch.amax_history import advance
 from reference_torch.groups import gather_rows
 
 
@@ -126,7 +127,10 @@ class DistributedAdamW(torch.optim.Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             changed += parameters
             shares = [(p, self.own_share(p.detach()), self.own_share(p.grad.contiguous())) for p in parameters]
-            self._update(group, [each for each in shares if len(each[1])])
+            if "history_len" in group:
+                advance([share for _, share, _ in shares], [g for *_, g in shares], group["history_len"])
+            else:
+                self._update(group, [each for each in shares if len(each[1])])
         for dtype in dict.fromkeys(p.dtype for p in changed):
             self._receive([p for p in changed if p.dtype == dtype])
 

@@ -12,28 +12,39 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of
+from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of, check_scales
 from diptych.plans.model import operations
 from reference_torch.autograd import differentiable_once, refuse_transformed, without_autocast
 from reference_torch.operands import operand
 
+INPUTS, WEIGHTS, GRADIENTS = range(3)
+"""Places of a recipe and of scales."""
 
-def quantize(x: Float[Tensor, "n k"], quantization: Quantization) -> tuple[Tensor, Float[Tensor, "a b"]]:
+
+def quantize(
+    x: Float[Tensor, "n k"], quantization: Quantization, scale: Float[Tensor, ""] | None = None
+) -> tuple[Tensor, Float[Tensor, "a b"]]:
     """Quantise a matrix.
 
     Args:
         x: the matrix. [N, K]
         quantization: type and blocks.
+        scale: scale of the array, if it comes from earlier steps.
 
     Returns:
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
-        float32. An entry that is not finite is NaN, and so are all others with the same scale.
+        float32. An entry that is not finite is NaN, and so are all others whose scale is taken from it.
     """
     wide = x.float()
-    scale = _scales(_maxima(wide, quantization), quantization)
     largest = quantization.largest
-    clipped = (wide * _spread(scale, wide.shape, quantization)).clamp_(-largest, largest)
-    return clipped.to(getattr(torch, quantization.dtype)), 1 / scale
+    if quantization.delayed:
+        assert scale is not None, "the scale of a delayed recipe is an argument"
+        scales = scale.view(1, 1)
+        clipped = (wide * scales).clamp_(-largest, largest).masked_fill_(~wide.isfinite(), float("nan"))
+    else:
+        scales = _scales(_maxima(wide, quantization), quantization)
+        clipped = (wide * _spread(scales, wide.shape, quantization)).clamp_(-largest, largest)
+    return clipped.to(getattr(torch, quantization.dtype)), 1 / scales
 
 
 def dequantize(values: Tensor, inverse: Float[Tensor, "a b"], quantization: Quantization) -> Float[Tensor, "n k"]:
@@ -41,7 +52,12 @@ def dequantize(values: Tensor, inverse: Float[Tensor, "a b"], quantization: Quan
     return values.to(torch.float32, copy=True).mul_(_spread(inverse, values.shape, quantization))
 
 
-def fp8_linear(x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], recipe: ProductRecipe) -> Float[Tensor, "*b o"]:
+def fp8_linear(
+    x: Float[Tensor, "*b i"],
+    weight: Float[Tensor, "o i"],
+    recipe: ProductRecipe,
+    scales: Float[Tensor, "3"] | None = None,
+) -> Float[Tensor, "*b o"]:
     """Return x @ weight.T by products of 8-bit floats, forward and backward.
 
     Backward quantises x again instead of saving it in 8 bits.
@@ -50,6 +66,8 @@ def fp8_linear(x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], recipe: P
         x: input. [..., I]
         weight: weight. [O, I]
         recipe: how the arrays are quantised.
+        scales: with a delayed recipe, the scales of x, weight and the gradient of the output; see
+            amax_history.delayed_scales. [3] float32
 
     Returns:
         [..., O] in the type of x.
@@ -59,10 +77,11 @@ def fp8_linear(x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], recipe: P
         NotImplementedError: torch.func transforms an argument.
     """
     if has_torch_function((x, weight)):  # such as the mode that defers gradients of weights
-        return handle_torch_function(fp8_linear, (x, weight), x, weight, recipe)
+        return handle_torch_function(fp8_linear, (x, weight), x, weight, recipe, scales)
     operations.check_linear(operand("x", x), operand("weight", weight), None)
+    check_scales(recipe, None if scales is None else operand("scales", scales))
     refuse_transformed("fp8_linear", "leave fp8 out", x, weight)
-    return _Fp8Linear.apply(x, weight, Fp8Products(recipe, weight.dtype))
+    return _Fp8Linear.apply(x, weight, Fp8Products(recipe, weight.dtype, scales))
 
 
 class Fp8Products(NamedTuple):
@@ -71,21 +90,34 @@ class Fp8Products(NamedTuple):
     recipe: ProductRecipe
     dtype: torch.dtype
     """Type of the weight and of its gradient."""
+    scales: Tensor | None = None
+    """Scales of inputs, weights and gradients with a delayed recipe. [3] float32"""
 
     def forward(self, x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
         """Return x @ weight.T in the type of x; there is no bias."""
-        y = _product(_rows(x), weight, self.recipe.inputs, self.recipe.weights)
+        y = self._product(_rows(x), weight, INPUTS, WEIGHTS)
         return y.to(x.dtype).view(*x.shape[:-1], len(weight))
 
     def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of x, in its shape and type, from that of the output."""
-        d_x = _product(_rows(gradient), weight.T, self.recipe.gradients, self.recipe.weights)
+        d_x = self._product(_rows(gradient), weight.T, GRADIENTS, WEIGHTS)
         return d_x.to(x.dtype).view(x.shape)
 
     def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the weight from the input and the gradient of the output."""
-        d_weight = _product(_rows(gradient).T, _rows(x).T, self.recipe.gradients, self.recipe.inputs)
+        d_weight = self._product(_rows(gradient).T, _rows(x).T, GRADIENTS, INPUTS)
         return d_weight.to(self.dtype)
+
+    def _product(self, a: Tensor, b: Tensor, of_a: int, of_b: int) -> Tensor:
+        """Return a @ b.T [N, O] float32 of matrices [N, K] and [O, K], quantised as inputs, weights or gradients."""
+        a, b = (self._quantised(x, number) for x, number in ((a, of_a), (b, of_b)))
+        with without_autocast(a.device.type):
+            return a @ b.T
+
+    def _quantised(self, x: Tensor, number: int) -> Tensor:
+        """Return the numbers float32 that a quantised matrix stands for."""
+        scale = None if self.scales is None else self.scales[number]
+        return dequantize(*quantize(x, self.recipe[number], scale), self.recipe[number])
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -111,14 +143,6 @@ class _Fp8Linear(torch.autograd.Function):
         of_x, of_weight, _ = ctx.needs_input_grad
         d_x = ctx.products.input_gradient(gradient, x, weight) if of_x else None
         return d_x, ctx.products.weight_gradient(gradient, x, weight) if of_weight else None, None
-
-
-def _product(a: Tensor, b: Tensor, of_a: Quantization, of_b: Quantization) -> Tensor:
-    """Return a @ b.T [N, O] float32 of matrices [N, K] and [O, K], quantised."""
-    pairs = ((a, of_a), (b, of_b))
-    a, b = (dequantize(*quantize(x, quantization), quantization) for x, quantization in pairs)
-    with without_autocast(a.device.type):
-        return a @ b.T
 
 
 def _maxima(x: Tensor, quantization: Quantization) -> Tensor:

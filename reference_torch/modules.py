@@ -6,9 +6,11 @@ Mirrors ``jax_impl/modules.py``.
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from diptych.plans.amax_history import NAME, gradient_shift
 from diptych.plans.config import TransformerConfig
-from diptych.plans.fp8 import linear_recipe
-from diptych.plans.model.parameters import ParameterSpec, norm_spec
+from diptych.plans.fp8 import ProductRecipe, linear_recipe
+from diptych.plans.model.parameters import ParameterSpec, norm_spec, with_history
+from reference_torch.amax_history import delayed_scales, observe
 from reference_torch.fp8 import fp8_linear
 from reference_torch.ops import add_bias, linear, parameter
 from reference_torch.tensor_parallel import WHOLE, TensorParallel
@@ -28,14 +30,32 @@ class Linear(nn.Module):
         self.weight = parameter(config, f"{name}.weight", specs["weight"])
         self.bias = parameter(config, f"{name}.bias", specs["bias"]) if "bias" in specs else None
         self.fp8 = linear_recipe(config, name)
+        history = with_history(config, name, specs).get(NAME)
+        self.amax_history = None if history is None else parameter(config, f"{name}.{NAME}", history)
+        self.gradient_shift = 0
+        """See diptych.plans.amax_history.gradient_shift."""
 
     def forward(self, x: Float[Tensor, "b t i"]) -> tuple[Float[Tensor, "b t o"], Tensor | None]:
         """Return x @ weight.T [B, T, O] and the bias [O] or None, which the caller adds."""
-        return linear(x, self.weight) if self.fp8 is None else fp8_linear(x, self.weight, self.fp8), self.bias
+        return linear(x, self.weight) if self.fp8 is None else self._in_fp8(x, self.fp8), self.bias
 
     def with_bias(self, x: Float[Tensor, "b t i"]) -> Float[Tensor, "b t o"]:
         """Return x @ weight.T + bias [B, T, O], as one operation if that has no FP8 product."""
         return linear(x, self.weight, self.bias) if self.fp8 is None else add_bias(*self(x))
+
+    def _in_fp8(self, x: Float[Tensor, "b t i"], recipe: ProductRecipe) -> Float[Tensor, "b t o"]:
+        """Return x @ weight.T [B, T, O] by products of 8-bit floats."""
+        if self.amax_history is None:
+            return fp8_linear(x, self.weight, recipe)
+        y = fp8_linear(x, self.weight, recipe, delayed_scales(self.amax_history, recipe, self.gradient_shift))
+        return observe(y, x, self.weight, self.amax_history, self.gradient_shift)
+
+
+def set_gradient_factor(module: nn.Module, factor: float) -> None:
+    """Tell the linear maps of a module by how much the gradients of backward are larger than those of a step's loss."""
+    for each in module.modules():
+        if isinstance(each, Linear):
+            each.gradient_shift = gradient_shift(factor)
 
 
 class RMSNorm(nn.Module):

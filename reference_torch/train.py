@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from diptych.plans.amax_history import is_history
 from diptych.plans.checkpoint import (
     FIRST_MOMENT,
     MODEL,
@@ -27,6 +28,7 @@ from diptych.plans.checkpoint import (
     check_model,
     check_settings,
     check_settings_on_all_ranks,
+    initial_weights,
     read_on_all_ranks,
     run_settings,
     split_arrays,
@@ -48,6 +50,7 @@ from diptych.plans.training import (
     learning_rate,
     microbatches,
 )
+from reference_torch.amax_history import HistoryAdamW
 from reference_torch.distributed_optimizer import DistributedAdamW, norms_of_shares
 from reference_torch.groups import (
     ProcessGroups,
@@ -59,6 +62,7 @@ from reference_torch.groups import (
     on_first_rank,
     sum_over,
 )
+from reference_torch.modules import set_gradient_factor
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model
 from reference_torch.saving import export_arrays, export_parameters, import_arrays, import_parameters
@@ -116,6 +120,8 @@ class Trainer:
         self.stages: list[PipelineStage] = built if isinstance(built, list) else [built]
         if tp is not None:
             self._import_initial_values()
+        for stage in self.stages:
+            set_gradient_factor(stage, self._gradient_factor)
         self.model = self.stages[0]
         self.offload = offload_layers(self.stages, config)
         self._optimizer = self._make_optimizer([parameter for stage in self.stages for parameter in stage.parameters()])
@@ -123,10 +129,14 @@ class Trainer:
     def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return AdamW, or DistributedAdamW if several ranks divide its state."""
         train = self.train_config
-        groups = [
-            {"params": [p for p in parameters if has_weight_decay(p.shape)], "weight_decay": train.weight_decay},
-            {"params": [p for p in parameters if not has_weight_decay(p.shape)], "weight_decay": 0.0},
+        histories = [p for p in parameters if is_history(p.shape)]
+        others = [p for p in parameters if not is_history(p.shape)]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in others if has_weight_decay(p.shape)], "weight_decay": train.weight_decay},
+            {"params": [p for p in others if not has_weight_decay(p.shape)], "weight_decay": 0.0},
         ]
+        if histories:
+            groups.append({"params": histories, "history_len": self.config.fp8_amax_history_len})
         settings: dict[str, Any] = {
             "lr": train.lr,
             "betas": (train.adam_beta1, train.adam_beta2),
@@ -135,7 +145,14 @@ class Trainer:
         if self._is_distributed:
             assert self._groups.with_same_stages is not None
             return DistributedAdamW(groups, self._groups.with_same_stages, self.config.pipeline_timeout, **settings)
-        return torch.optim.AdamW(groups, **settings, fused=True)
+        return HistoryAdamW(groups, **settings, fused=True)
+
+    @property
+    def _gradient_factor(self) -> float:
+        """By how much the gradients of backward are larger than those of the mean loss of a step."""
+        if self.config.calculate_per_token_loss:
+            return self.train_config.global_batch_size * self.config.seq_length
+        return self._groups.dp_size * self._groups.cp_size
 
     @property
     def _is_distributed(self) -> bool:
@@ -183,7 +200,7 @@ class Trainer:
         check_finite(result)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        self.offload.step(self._optimizer, is_per_parameter=self._is_distributed)
+        self.offload.step(self._optimizer, is_per_parameter=True)
         self.steps_taken = step + 1
         return result._replace(seconds=time.perf_counter() - start)
 
@@ -202,13 +219,17 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         if self._groups == ProcessGroups() and len(batch.tokens) != self.train_config.global_batch_size:
             self._expect_uses(1)
+            set_gradient_factor(self.model, 1.0)
             loss = forward_step(iter([Microbatch(batch, step, 0, True)]), self.model)[0]
             loss.backward()
+            set_gradient_factor(self.model, self._gradient_factor)
         else:
             check_batch(batch, self.train_config)
             loss = self._run(self._microbatches(lambda size, first: batch.part(first, size), step))
         gradients = {}
         for name, parameter in self._named_parameters().items():
+            if is_history(parameter.shape):
+                continue
             assert parameter.grad is not None, f"no gradient has reached {name}"
             whole = parameter.grad
             if self._is_distributed:  # each rank has the sums of its share, and 0 elsewhere
@@ -278,7 +299,7 @@ class Trainer:
             CheckpointError: the checkpoint is damaged or has another model; or processes found different checkpoints.
         """
         checkpoint = read_on_all_ranks(path, partial(check_model, model=self.config), self._gather_texts)
-        self.set_parameters(split_arrays(checkpoint.arrays, MODEL))
+        self.set_parameters(initial_weights(split_arrays(checkpoint.arrays, MODEL), self.config))
 
     def resume(self, path: Path) -> int:
         """Continue from a checkpoint of either backend with any number of pipeline stages.
@@ -387,6 +408,7 @@ class Trainer:
         # A tied embedding has a copy on the last stage. The norm counts the gradient once, on the first rank.
         copies = set() if self._groups.embedding is None or self._groups.pp_rank == 0 else {"embedding.weight"}
         gradients = {name: p.grad for name, p in named.items() if name not in copies and p.grad is not None}
+        gradients = {name: gradient for name, gradient in gradients.items() if not is_history(gradient.shape)}
         splits = {name: self._specs[name].split for name in gradients}
         counted = counted_once(gradients, splits, self._tensor_parallel)
         norm = self._norm_over_shares(counted)

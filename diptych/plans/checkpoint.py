@@ -29,6 +29,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as encode
 
+from diptych.plans.amax_history import is_history
 from diptych.plans.checkpoint_schema import (
     FILE_TYPES,
     FIRST_MOMENT,
@@ -47,6 +48,7 @@ from diptych.plans.checkpoint_schema import (
     recorded_model,
 )
 from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Corpus
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.tensor_files import TensorFile, TensorFileError, TensorInfo, write_tensors
@@ -529,6 +531,21 @@ def with_definition(
 def split_arrays(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     """Return the arrays whose names have a prefix, by name without the prefix."""
     return {name[len(prefix) :]: array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def initial_weights(weights: Mapping[str, np.ndarray], model: TransformerConfig) -> dict[str, np.ndarray]:
+    """Return the parameters with which a run begins from the weights of another one.
+
+    Args:
+        weights: weights by canonical name, whose run may have had other histories of FP8, or none.
+        model: configuration of the new run.
+    """
+    specs = parameter_specs(undivided(model))
+    histories = {
+        name: np.zeros(spec.shape, model.params_dtype) for name, spec in specs.items() if is_history(spec.shape)
+    }
+    kept = {name: array for name, array in weights.items() if name in histories or not is_history(array.shape)}
+    return histories | kept
 
 
 class _Checksum:

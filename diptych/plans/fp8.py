@@ -1,10 +1,12 @@
 """FP8: what a product of 8-bit floats computes, in NumPy; both backends compute the same bits.
 
-An array is quantised by a scale for the whole array (recipe ``current``), or for every block of it (``blockwise``):
+An array is quantised by a scale for the whole array (recipes ``current`` and ``delayed``), or for every block of it
+(``blockwise``):
 
     q = round_to_even(clip(x * scale)),    scale = largest / max |x|,    x is read as q / scale
 
-where ``largest`` is the largest number of the format. Blocks have scales that are powers of two. The linear map
+where ``largest`` is the largest number of the format. Blocks have scales that are powers of two. With ``delayed``, max
+|x| is taken from the last optimizer steps, and diptych/plans/amax_history.py defines the scale. The linear map
 y = x w^T has three products, each of two quantised arrays, added up in float32: y from x and w, the gradient of x from
 that of y and w, and the gradient of w from that of y and x. Blocks are 1 x 128 along the axis that is added up, and
 128 x 128 for weights, so the recipe ``blockwise`` quantises x and the gradient of y once for each of their products.
@@ -20,15 +22,17 @@ import numpy as np
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.config.precision import FP8_FORMATS
+from diptych.plans.model.operations import Operand
 
 Format = Literal["e4m3", "hybrid"]
-Recipe = Literal["current", "blockwise"]
+Recipe = Literal["current", "delayed", "blockwise"]
 EXPONENT_BITS = 0x7F800000
 """The bits of a float32 that hold its exponent."""
 BLOCK = 128
 """Entries of a block along one axis."""
 OF_RECIPE: dict[str, tuple[tuple[int, int] | None, tuple[int, int] | None]] = {
     "current": (None, None),
+    "delayed": (None, None),
     "blockwise": ((1, BLOCK), (BLOCK, BLOCK)),
 }
 """Blocks of inputs and gradients, along the axis that is added up last, and of weights; None: one scale for all."""
@@ -52,6 +56,8 @@ class Quantization(NamedTuple):
     """Name of the 8-bit type."""
     block: tuple[int, int] | None
     """Rows and columns of a block; None: one scale for the whole array."""
+    delayed: bool = False
+    """The scale comes from earlier steps instead of the array."""
 
     @property
     def largest(self) -> float:
@@ -72,7 +78,7 @@ def product_recipe(format: Format, recipe: Recipe) -> ProductRecipe:
 
     Args:
         format: "e4m3" for all arrays, or "hybrid": e5m2, with more range and less precision, for gradients.
-        recipe: "current" for one scale per array, or "blockwise".
+        recipe: "current" or "delayed" for one scale per array, or "blockwise".
 
     Raises:
         ValueError: the format or the recipe is unknown.
@@ -85,7 +91,29 @@ def product_recipe(format: Format, recipe: Recipe) -> ProductRecipe:
     rows, square = OF_RECIPE[recipe]
     forward = "float8_e4m3fn"
     backward = "float8_e5m2" if format == "hybrid" else forward
-    return ProductRecipe(Quantization(forward, rows), Quantization(forward, square), Quantization(backward, rows))
+    return ProductRecipe(
+        *(
+            Quantization(dtype, block, recipe == "delayed")
+            for dtype, block in ((forward, rows), (forward, square), (backward, rows))
+        )
+    )
+
+
+def check_scales(recipe: ProductRecipe, scales: Operand | None) -> None:
+    """Reject scales that do not belong to a recipe.
+
+    Args:
+        recipe: how a linear map quantises.
+        scales: scales of inputs, weights and gradients. [3] float32
+
+    Raises:
+        ValueError: a delayed recipe has no scales, or another has some; they have another shape or type.
+    """
+    if (scales is not None) != recipe.inputs.delayed:
+        expected, got = ("None", "some") if scales is not None else ("three", "None")
+        raise ValueError(f"scales: expected {expected} with delayed={recipe.inputs.delayed}, got {got}")
+    if scales is not None and (scales.shape, scales.dtype) != ((3,), "float32"):
+        raise ValueError(f"scales: expected shape (3,) float32, got {scales.shape} {scales.dtype}")
 
 
 def linear_recipe(config: TransformerConfig, name: str) -> ProductRecipe | None:
@@ -118,18 +146,27 @@ def scales(amax: np.ndarray, quantization: Quantization) -> np.ndarray:
     return np.where(np.isfinite(amax), scale, np.float32(np.nan))
 
 
-def quantize(x: np.ndarray, quantization: Quantization) -> tuple[np.ndarray, np.ndarray]:
+def quantize(
+    x: np.ndarray, quantization: Quantization, scale: np.float32 | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Quantise a matrix.
 
     Args:
         x: the matrix, of any floating-point type. [N, K]
         quantization: type and blocks.
+        scale: scale of the array, if it comes from earlier steps.
 
     Returns:
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
-        float32. An entry that is not finite is NaN, and so are all others with the same scale.
+        float32. An entry that is not finite is NaN, and so are all others whose scale is taken from it.
     """
     wide = x.astype(np.float32)
+    if quantization.delayed:
+        assert scale is not None, "the scale of a delayed recipe is an argument"
+        with np.errstate(over="ignore", invalid="ignore"):
+            clipped = np.clip(wide * scale, -quantization.largest, quantization.largest)
+        clipped = np.where(np.isfinite(wide), clipped, np.float32(np.nan))
+        return clipped.astype(getattr(ml_dtypes, quantization.dtype)), np.full((1, 1), 1 / scale, np.float32)
     rows, columns = quantization.block or (max(1, x.shape[0]), max(1, x.shape[1]))
     blocks = blocks_of(x.shape, quantization)
     padded = np.zeros((blocks[0] * rows, blocks[1] * columns), np.float32)
@@ -161,8 +198,22 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], quantization: Quantization
     return scale.repeat(rows, 0).repeat(columns, 1)[: shape[0], : shape[1]]
 
 
-def product(a: np.ndarray, b: np.ndarray, of_a: Quantization, of_b: Quantization) -> np.ndarray:
-    """Return a @ b.T [N, O] float32 of matrices [N, K] and [O, K] that are quantised, but for the order of the sums."""
-    pairs = ((a, of_a), (b, of_b))
-    a, b = (dequantize(*quantize(x, quantization), quantization) for x, quantization in pairs)
+def product(
+    a: np.ndarray,
+    b: np.ndarray,
+    of_a: Quantization,
+    of_b: Quantization,
+    scales: tuple[np.float32 | None, np.float32 | None] = (None, None),
+) -> np.ndarray:
+    """Return a @ b.T [N, O] float32 of matrices [N, K] and [O, K] that are quantised, but for the order of the sums.
+
+    Args:
+        a: first matrix. [N, K]
+        b: second matrix. [O, K]
+        of_a: how a is quantised.
+        of_b: how b is quantised.
+        scales: scales of a and b, if they come from earlier steps.
+    """
+    operands = ((a, of_a, scales[0]), (b, of_b, scales[1]))
+    a, b = (dequantize(*quantize(x, quantization, scale), quantization) for x, quantization, scale in operands)
     return a @ b.T

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from diptych.plans.amax_history import is_history
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.context.sequences import check_shared
 from diptych.plans.model.data import Batch
@@ -141,5 +142,5 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def has_weight_decay(shape: tuple[int, ...]) -> bool:
-    """Return True for the shape of a matrix; gains, biases and scalars have no weight decay."""
-    return len(shape) >= 2
+    """Return True for the shape of a matrix; gains, biases, scalars and histories of FP8 have no weight decay."""
+    return len(shape) >= 2 and not is_history(shape)

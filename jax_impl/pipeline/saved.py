@@ -125,7 +125,7 @@ class StageAutodiff:
             return products.run_rest(task, unpack(operands, products.operands))
         likes, structure = jax.tree.flatten(self._taps[program])
         taps = jax.tree.unflatten(structure, unpack(operands, likes))
-        return {name: tap.products.weight_gradient(tap.input, tap.output) for name, tap in taps.items()}
+        return {name: tap.products.weight_gradient(tap.input, tap.output, tap.scales) for name, tap in taps.items()}
 
     def _full_backward(
         self, program: StageProgram, task: Task, x: Any, residuals: Packed, gradient: Any

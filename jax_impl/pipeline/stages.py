@@ -46,6 +46,7 @@ from diptych.plans.schedule.partition import layers_by_stage
 from diptych.plans.tensor_parallel import join_parts, rank_config, rank_part, share_counted
 from jax_impl.context_parallel import build_cp_context
 from jax_impl.linear_products import LinearTap, LinearTaps
+from jax_impl.modules import set_gradient_factor
 from jax_impl.offload import single_pass, without_offload
 from jax_impl.pipeline.programs import CONTEXT_AXIS, TENSOR_AXIS, StagedParameters, Task
 from jax_impl.recompute import recompute_policy
@@ -400,7 +401,11 @@ class Stages:
 
 
 def divide_model(
-    model_class: Callable[..., nnx.Module], config: TransformerConfig, schedule: Schedule, training: bool
+    model_class: Callable[..., nnx.Module],
+    config: TransformerConfig,
+    schedule: Schedule,
+    training: bool,
+    gradient_factor: float = 1.0,
 ) -> Stages:
     """Divide a model into the stages of a configuration.
 
@@ -409,6 +414,7 @@ def divide_model(
         config: configuration of the whole model.
         schedule: defines the rank of each stage.
         training: True if programs use dropout.
+        gradient_factor: by how much the gradients of backward are larger than those of a step's loss.
     """
     counts = layers_by_stage(config)
     size = config.tensor_model_parallel_size
@@ -438,6 +444,7 @@ def divide_model(
         key = (*ends, layers, relative_blocks, first if has_constant_numbers else None, stage if offloads else None)
         if key not in programs:
             module = nnx.eval_shape(lambda e=ends, v=vp_stage, r=rank: model_class(config, *e, vp_stage=v, pp_rank=r))
+            set_gradient_factor(module, gradient_factor)
             graph, state = nnx.split(module, nnx.Param)
             indices = tuple(StackIndex(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers))
             numbers = tuple(range(first, first + count))

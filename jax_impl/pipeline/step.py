@@ -1,5 +1,6 @@
 """The step of a pipeline on a JAX backend (pmap or shard_map), and the staging and joining of its parameters."""
 
+import math
 import os
 from typing import Any, cast
 
@@ -97,7 +98,8 @@ class PipelineStep:
         self._structure = jax.tree.structure(params)
         min_microbatches = any_num_microbatches(config)
         schedule = schedule_for(config, min_microbatches)  # for the ranks of stages, which do not depend on m
-        self.stages = divide_model(type(model), config, schedule, training)
+        factor = math.prod(mesh.shape.get(axis, 1) for axis in (DATA_AXIS, CONTEXT_AXIS))
+        self.stages = divide_model(type(model), config, schedule, training, factor)
         self.table(min_microbatches)  # raises an error if the schedule does not support these slots
         self.shares = OptimizerShares(mesh)
         """Shares of a distributed optimizer: of the gradients, with use_distributed_optimizer."""

@@ -29,9 +29,11 @@ from diptych.planner.reports.offload import print_offload
 from diptych.planner.reports.schedule import print_schedule
 from diptych.planner.reports.search import print_search
 from diptych.planner.step_time import StageTimes
+from diptych.plans.amax_history import is_history
 from diptych.plans.checkpoint import (
     MODEL,
     check_unused,
+    initial_weights,
     list_checkpoints,
     read_checkpoint,
     recorded_model,
@@ -184,7 +186,7 @@ def _compare(command: Compare, console: Console) -> int:
             corpus,
             loss_tolerance=command.loss_tolerance,
             gradient_tolerance=command.gradient_tolerance,
-            parameters=None if command.init is None else split_arrays(read_checkpoint(command.init).arrays, MODEL),
+            parameters=None if command.init is None else initial_weights(_weights(command.init), command.model),
             on_step=live.step,
         )
     console.print()
@@ -298,11 +300,16 @@ def _sample(command: Sample, console: Console) -> int:
     return 0
 
 
+def _weights(path: Path) -> dict[str, np.ndarray]:
+    """Return the weights of a checkpoint, by canonical name."""
+    return split_arrays(read_checkpoint(path).arrays, MODEL)
+
+
 def _info(command: Info, console: Console) -> int:
     """Run ``diptych info`` and return the exit code."""
     checkpoint = read_checkpoint(command.checkpoint)
     parameters = split_arrays(checkpoint.arrays, MODEL)
-    count = sum(array.size for array in parameters.values())
+    count = sum(array.size for array in parameters.values() if not is_history(array.shape))
     console.print(f"step {checkpoint.step}; {count:,} parameters in {len(parameters)} arrays; checksum right")
     for part, settings in checkpoint.settings.items():
         line = f"{part}: " + ", ".join(f"{field} {value}" for field, value in settings.items())
@@ -322,7 +329,8 @@ def _import(command: Import, console: Console) -> int:
 
 def _describe_size(model: TransformerConfig) -> str:
     """Return the number of layers and parameters of a model."""
-    count = sum(math.prod(spec.shape) for spec in parameter_specs(undivided(model)).values())
+    shapes = [spec.shape for spec in parameter_specs(undivided(model)).values()]
+    count = sum(math.prod(shape) for shape in shapes if not is_history(shape))
     return f"{model.num_layers} layers, {count:,} parameters"
 
 

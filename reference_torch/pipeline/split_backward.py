@@ -254,8 +254,8 @@ def _convolution(apply: Callable[..., Tensor], dimensions: int) -> Callable[...,
     return read
 
 
-def _fp8_linear(x: Tensor, weight: Tensor, recipe: ProductRecipe) -> _Operation:
-    return x, weight, None, Fp8Products(recipe, weight.dtype)
+def _fp8_linear(x: Tensor, weight: Tensor, recipe: ProductRecipe, scales: Tensor | None = None) -> _Operation:
+    return x, weight, None, Fp8Products(recipe, weight.dtype, scales)
 
 
 _READERS: dict[Any, Callable[..., _Operation]] = {

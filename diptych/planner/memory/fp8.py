@@ -5,6 +5,8 @@ from diptych.plans.fp8 import Quantization, blocks_of, linear_recipe
 
 WIDE = 4
 """Bytes of a float32."""
+DELAYED_BYTES = WIDE * (3 + 2)
+"""Bytes that a map with delayed scales keeps for backward: three scales, and the exponents of input and weight."""
 
 
 def linear_scratch(config: TransformerConfig, name: str, tokens: int, x: int, y: int) -> tuple[int, int] | None:

@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from diptych.planner.memory.fp8 import linear_scratch
+from diptych.planner.memory.fp8 import DELAYED_BYTES, linear_scratch
 from diptych.planner.memory.nodes import Layer, Node, Value
 from diptych.planner.memory.regions import OUTPUT_MAPS, Regions
 from diptych.planner.memory.rule import RuleShape, rule_scratch
+from diptych.plans.amax_history import NAME
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
 from diptych.plans.model.layers import LayerConfig
@@ -285,10 +286,12 @@ class GraphBuilder:
 
     def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
         weight = self.weights[f"{name}.weight"]
-        parameters = weight + self.weights.get(f"{name}.bias", 0)
+        history = self.weights.get(f"{name}.{NAME}", 0)
+        parameters = weight + self.weights.get(f"{name}.bias", 0) + history
         in_fp8 = linear_scratch(self.config, name, self.tokens, x.size, y.size)
         rounded = [] if self.item == self.wide or in_fp8 else [Value("weights in bfloat16", weight // 2)]
         scratch = in_fp8 or (0, weight // 2 * len(rounded))
+        rounded += [Value("scales and exponents", DELAYED_BYTES)] if history else []
         flops = self._product(weight)
         return [Node([x], [y, *rounded], [x, *rounded], region, parameters, *scratch, flops=flops, is_linear=True)]
 

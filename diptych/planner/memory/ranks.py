@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from diptych.planner.memory.graph import ITEM_SIZES
 from diptych.planner.memory.stages import StageMemory
+from diptych.plans.amax_history import is_history
 from diptych.plans.config import TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.parameters import parameter_specs
@@ -95,7 +96,7 @@ def _moment_bytes(config: TransformerConfig, data_parallel_size: int) -> list[in
     ranks = config.context_parallel_size * data_parallel_size if config.use_distributed_optimizer else 1
     found = [0] * config.pipeline_model_parallel_size
     for stage in range(num_stages(config)):
-        found[get_stage_place(config, stage).pp_rank] += 2 * share_bytes(config, stage, ranks)
+        found[get_stage_place(config, stage).pp_rank] += 2 * updated_bytes(config, stage, ranks)
     return found
 
 
@@ -115,17 +116,24 @@ def share_bytes(config: TransformerConfig, stage: int, ranks: int) -> int:
     return sum(min(n, share_size(n, ranks)) for n in _entries(config, stage)) * ITEM_SIZES[config.params_dtype]
 
 
+def updated_bytes(config: TransformerConfig, stage: int, ranks: int) -> int:
+    """Return the bytes of a rank's shares of a stage's parameters that have moments; arguments as in share_bytes."""
+    entries = _entries(config, stage, has_moments=True)
+    return sum(min(n, share_size(n, ranks)) for n in entries) * ITEM_SIZES[config.params_dtype]
+
+
 def padded_share_bytes(config: TransformerConfig, stage: int, ranks: int) -> int:
     """Return the bytes of every rank's shares of a stage in a buffer of all shares; arguments as in share_bytes."""
     return sum(share_size(n, ranks) for n in _entries(config, stage)) * ITEM_SIZES[config.params_dtype]
 
 
-def _entries(config: TransformerConfig, stage: int) -> list[int]:
-    """Return the number of entries of every parameter of a stage."""
+def _entries(config: TransformerConfig, stage: int, has_moments: bool = False) -> list[int]:
+    """Return the number of entries of every parameter of a stage, or of those of which AdamW has moments."""
     config = rank_config(config)
     last = num_stages(config) - 1
     specs = parameter_specs(config, stage == 0, stage == last, *get_stage_place(config, stage))
-    return [math.prod(spec.shape) for spec in specs.values()]
+    shapes = [spec.shape for spec in specs.values()]
+    return [math.prod(shape) for shape in shapes if not (has_moments and is_history(shape))]
 
 
 class OffloadUse(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Literal
 from diptych.plans.config.context import CONTEXT_RULES
 from diptych.plans.config.experts import EXPERT_RULES
 from diptych.plans.config.pipeline import PIPELINE_RULES
-from diptych.plans.config.precision import FP8_RULES
+from diptych.plans.config.precision import DEFAULT_HISTORY, FP8_RULES
 from diptych.plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from diptych.plans.config.rules import Rule, choice, count, flag, number, validate
 from diptych.plans.config.tensor import TENSOR_RULES
@@ -241,9 +241,12 @@ class TransformerConfig:
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Products of 8-bit floats in the linear maps of attention, delta-rule layers and MLPs: e4m3 for all arrays, or
     hybrid: e5m2 for gradients; None: none."""
-    fp8_recipe: Literal["current", "blockwise"] = "current"
-    """Scales of 8-bit floats: one per array, from its largest entry (current), or one per block of 1 x 128 entries of
-    inputs and gradients and of 128 x 128 of weights (blockwise)."""
+    fp8_recipe: Literal["current", "delayed", "blockwise"] = "current"
+    """Scales of 8-bit floats: one per array, from its largest entry (current) or from the largest entries of earlier
+    steps (delayed), or one per block of 1 x 128 entries of inputs and gradients and of 128 x 128 of weights
+    (blockwise)."""
+    fp8_amax_history_len: int = DEFAULT_HISTORY
+    """Optimizer steps whose largest entries decide the scales of the delayed recipe."""
 
     def __post_init__(self) -> None:
         self.check(MODEL_RULES)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from diptych.plans.config.experts import has_experts
-from diptych.plans.config.rules import Rule, choice
+from diptych.plans.config.rules import Rule, choice, count
 
 KEPT_IN_FLOAT32 = {
     "parameters": "weights, their gradients and both moments of the optimizer; a weight is rounded where it is used",
@@ -19,7 +19,11 @@ KEPT_IN_FLOAT32 = {
 bfloat16: embeddings, residual streams, operands and results of matrix products (which accumulate in float32)."""
 
 FP8_FORMATS = ("e4m3", "hybrid")
-FP8_RECIPES = ("current", "blockwise")
+FP8_RECIPES = ("current", "delayed", "blockwise")
+DEFAULT_HISTORY = 16
+"""Default of fp8_amax_history_len."""
+NO_FP8 = {"fp8": None, "fp8_recipe": "current", "fp8_amax_history_len": DEFAULT_HISTORY}
+"""Settings of a model without FP8."""
 
 
 def in_dtype(config: Any, dtype: str) -> Any:
@@ -30,17 +34,17 @@ def in_dtype(config: Any, dtype: str) -> Any:
         dtype: "float64", "float32" or "bfloat16".
     """
     params_dtype = "float64" if dtype == "float64" else "float32"
-    return replace(config, params_dtype=params_dtype, bf16=dtype == "bfloat16", fp8=None, fp8_recipe="current")
+    return replace(config, params_dtype=params_dtype, bf16=dtype == "bfloat16", **NO_FP8)
 
 
 def _whole_arrays(name: str) -> Rule:
-    """Build the rule that no rank has only a part of the arrays that FP8 quantises."""
+    """Build the rule that no rank has only a part of an array with one scale from its own largest entry."""
     return Rule(
-        f"fp8 needs {name} 1",
-        lambda c: c.fp8 is None or getattr(c, name) == 1,
+        f"fp8_recipe current needs {name} 1",
+        lambda c: c.fp8 is None or c.fp8_recipe != "current" or getattr(c, name) == 1,
         lambda c: (
-            f"fp8: expected None with {name}={getattr(c, name)}, since each rank would scale its own part of an array, "
-            f"got {c.fp8!r}; use data or pipeline parallelism instead"
+            f"fp8_recipe: expected 'delayed' or 'blockwise' with {name}={getattr(c, name)}, got 'current', with which "
+            "each rank would scale its own part of an array"
         ),
     )
 
@@ -56,6 +60,15 @@ FP8_RULES: tuple[Rule, ...] = (
         "fp8_recipe needs fp8",
         lambda c: c.fp8 is not None or c.fp8_recipe == "current",
         lambda c: f"fp8_recipe: expected 'current', the default, without fp8, got {c.fp8_recipe!r}; give fp8",
+    ),
+    count("fp8_amax_history_len"),
+    Rule(
+        "fp8_amax_history_len needs delayed",
+        lambda c: (c.fp8 is not None and c.fp8_recipe == "delayed") or c.fp8_amax_history_len == DEFAULT_HISTORY,
+        lambda c: (
+            f"fp8_amax_history_len: expected {DEFAULT_HISTORY}, the default, without fp8_recipe='delayed', got "
+            f"{c.fp8_amax_history_len}"
+        ),
     ),
     Rule(
         "fp8 adds up in float32",

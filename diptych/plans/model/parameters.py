@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from diptych.plans import amax_history
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.partition import get_num_layers_to_build, get_transformer_layer_offset
 
@@ -204,6 +205,18 @@ def _mlp_specs(config: TransformerConfig, activation: str, width: int) -> dict[s
     }
 
 
+def with_history(config: TransformerConfig, name: str, specs: dict[str, ParameterSpec]) -> dict[str, ParameterSpec]:
+    """Return the parameters of a module and, if it is a linear map with delayed scales, their history.
+
+    Args:
+        config: configuration of the model.
+        name: canonical name of the module.
+        specs: its other parameters.
+    """
+    history = {amax_history.NAME: ParameterSpec(amax_history.SHAPE)}
+    return specs | (history if amax_history.has_history(config, name) else {})
+
+
 def norm_spec(config: TransformerConfig, heads: int = 1, width: int | None = None) -> dict[str, ParameterSpec]:
     """Return the parameters of an RMSNorm over some heads together, each of so many channels; None: hidden_size."""
     offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
@@ -275,6 +288,11 @@ def _walk(
     def prefixed(prefix: str, specs: dict[str, ParameterSpec]) -> Iterator[tuple[str, ParameterSpec]]:
         return ((f"{prefix}.{name}", spec) for name, spec in specs.items())
 
+    def maps(prefix: str, by_module: dict[str, dict[str, ParameterSpec]]) -> Iterator[tuple[str, ParameterSpec]]:
+        for module, specs in by_module.items():
+            name = f"{prefix}.{module}"
+            yield from prefixed(name, with_history(config, name, specs))
+
     tied = not config.untie_embeddings_and_output_weights
     if pre_process or (post_process and tied):
         yield from prefixed("embedding", embedding_spec(config))
@@ -286,13 +304,11 @@ def _walk(
         if layer.self_attention_hyper_connection:
             yield from prefixed(f"{prefix}.self_attention_hyper_connection", hyper_connection_spec(config))
         yield from prefixed(f"{prefix}.{mixer_norm}", norm_spec(config))
-        for name, specs in mixer_specs(config, number).items():
-            yield from prefixed(f"{prefix}.self_attention.{name}", specs)
+        yield from maps(f"{prefix}.self_attention", mixer_specs(config, number))
         if layer.mlp_hyper_connection:
             yield from prefixed(f"{prefix}.mlp_hyper_connection", hyper_connection_spec(config))
         yield from prefixed(f"{prefix}.{mlp_norm}", norm_spec(config))
-        for name, specs in mlp_specs(config, number).items():
-            yield from prefixed(f"{prefix}.mlp.{name}", specs)
+        yield from maps(f"{prefix}.mlp", mlp_specs(config, number))
     if post_process:
         if config.enable_hyper_connections and config.mhc_head == "learned":
             yield from prefixed("decoder.hyper_connection_head", hyper_connection_head_spec(config))
