@@ -4,7 +4,6 @@ Mirrors ``reference_torch/amax_history.py``.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,11 @@ from diptych.plans.amax_history import (
     EXPONENTS,
     MANTISSA_BITS,
     SHAPE,
-    advanced,
-    is_history,
     observed,
     scale_exponents,
 )
 from diptych.plans.fp8 import ProductRecipe
+from jax_impl.fp8 import amax
 
 
 def delayed_scales(history: Float[Array, "3 1 1 e"], recipe: ProductRecipe, shift: int) -> Float[Array, "3"]:
@@ -74,37 +72,4 @@ observe.defvjp(_forward, _backward)
 
 def _exponent(x: Array) -> Array:
     """Return the exponent bits of the largest entry, a number of int32; 0 for an array without entries."""
-    sizes = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf)  # XLA's maximum of a NaN and a number may be the number
-    amax = sizes.max(initial=0).astype(jnp.float32)
-    return lax.bitcast_convert_type(amax, jnp.int32) >> MANTISSA_BITS
-
-
-def without_histories(gradients: Any, flags: Any) -> Any:
-    """Return gradients with zeros for histories, of which an optimizer and a norm know nothing.
-
-    Args:
-        gradients: gradients, or shares of them.
-        flags: True for every history, in a tree of the same structure.
-    """
-    return jax.tree.map(lambda g, is_one: jnp.zeros_like(g) if is_one else g, gradients, flags)
-
-
-def with_advanced(updated: Any, histories: Any, gradients: Any, flags: Any, length: int) -> Any:
-    """Return updated parameters in which histories have advanced by an optimizer step.
-
-    Args:
-        updated: parameters after the step of an optimizer, or shares of them.
-        histories: the same before the step.
-        gradients: what the step has observed.
-        flags: True for every history.
-        length: steps that are remembered.
-    """
-    return jax.tree.map(
-        lambda new, old, g, is_one: advanced(old, g, length, jnp) if is_one else new,
-        *(updated, histories, gradients, flags),
-    )
-
-
-def history_flags(shapes: Any) -> Any:
-    """Return True for every leaf with the shape of a history."""
-    return jax.tree.map(lambda p: is_history(p.shape), shapes)
+    return lax.bitcast_convert_type(amax(x).astype(jnp.float32), jnp.int32) >> MANTISSA_BITS

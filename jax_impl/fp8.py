@@ -34,17 +34,16 @@ def quantize(
 
     Returns:
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
-        float32. An entry that is not finite is NaN, and so are all others whose scale is taken from it.
+        float32. An entry that is not finite is NaN, and so are all others with the same scale.
     """
     wide = x.astype(jnp.float32)
     largest = quantization.largest
     if quantization.delayed:
         assert scale is not None, "the scale of a delayed recipe is an argument"
-        scales = scale.reshape(1, 1)
-        scaled = jnp.where(jnp.isfinite(wide), wide * scales, jnp.nan)
+        scales = jnp.where(jnp.isfinite(amax(wide)), scale, jnp.nan).reshape(1, 1)
     else:
         scales = _scales(_maxima(wide, quantization), quantization)
-        scaled = wide * _spread(scales, wide.shape, quantization)
+    scaled = wide * _spread(scales, wide.shape, quantization)
     clipped = jnp.where(jnp.isnan(scaled), scaled, jnp.clip(scaled, -largest, largest))
     return clipped.astype(quantization.dtype), 1 / scales
 
@@ -52,6 +51,11 @@ def quantize(
 def dequantize(values: Array, inverse: Float[Array, "a b"], quantization: Quantization) -> Float[Array, "n k"]:
     """Return the numbers [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them."""
     return values.astype(jnp.float32) * _spread(inverse, values.shape, quantization)
+
+
+def amax(x: Array) -> Array:
+    """Return the largest absolute value of an array, infinity if it has a NaN; of an array without entries 0."""
+    return _sizes(x).max(initial=0)
 
 
 def fp8_linear(
@@ -157,7 +161,7 @@ def _no_second_derivative(of_a: Quantization, of_b: Quantization, primals: tuple
 
 def _maxima(x: Array, quantization: Quantization) -> Array:
     """Return the largest absolute value of every block, [blocks of N, blocks of K]; of a matrix without entries 0."""
-    sizes = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf)  # XLA's maximum of a NaN and a number may be the number
+    sizes = _sizes(x)
     if quantization.block is None:
         return sizes.max(initial=0).reshape(1, 1)
     rows, columns = quantization.block
@@ -166,14 +170,19 @@ def _maxima(x: Array, quantization: Quantization) -> Array:
     return jnp.pad(sizes, missing).reshape(blocks[0], rows, blocks[1], columns).max((1, 3), initial=0)
 
 
-def _scales(amax: Array, quantization: Quantization) -> Array:
+def _sizes(x: Array) -> Array:
+    """Return absolute values, infinite for a NaN, because XLA's maximum of a NaN and a number may be the number."""
+    return jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf)
+
+
+def _scales(maxima: Array, quantization: Quantization) -> Array:
     """Return the scale of each maximum; see diptych.plans.fp8.scales."""
-    scale = jnp.float32(quantization.largest) / amax
+    scale = jnp.float32(quantization.largest) / maxima
     if quantization.block is not None:
         bits = jax.lax.bitcast_convert_type(scale, jnp.int32) & EXPONENT_BITS
         scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
     scale = jnp.where(jnp.isinf(scale), 1.0, scale)
-    return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
+    return jnp.where(jnp.isfinite(maxima), scale, jnp.nan)
 
 
 def _spread(scale: Array, shape: tuple[int, ...], quantization: Quantization) -> Array:

@@ -58,7 +58,7 @@ class Linear(nnx.Module):
         )
 
 
-def set_gradient_factor(module: nnx.Module, factor: float) -> None:
+def set_gradient_factor(module: nnx.Module, factor: int) -> None:
     """Tell the linear maps of a module by how much the gradients of backward are larger than those of a step's loss."""
     for _, each in nnx.iter_graph(module):
         if isinstance(each, Linear):

@@ -48,8 +48,8 @@ from diptych.plans.training import (
     learning_rate,
     microbatches,
 )
-from jax_impl.amax_history import history_flags, with_advanced, without_histories
 from jax_impl.groups import gather_texts, on_first_rank
+from jax_impl.history_updates import history_flags, with_advanced, without_histories
 from jax_impl.offload import Layers, OffloadedStep
 from jax_impl.pipeline import OffloadedPipeline, PipelineStep, make_pipeline_step
 from jax_impl.saving import export_arrays, export_parameters, import_arrays, import_parameters

@@ -3,16 +3,16 @@
 Mirrors ``jax_impl/amax_history.py``.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diptych.plans.amax_history import EXPONENTS, MANTISSA_BITS, SHAPE, advanced, observed, scale_exponents
+from diptych.plans.amax_history import EXPONENTS, MANTISSA_BITS, SHAPE, observed, scale_exponents
 from diptych.plans.fp8 import ProductRecipe
 from reference_torch.autograd import differentiable_once
+from reference_torch.fp8 import amax
 
 
 @torch.no_grad()
@@ -70,42 +70,4 @@ class _Observed(torch.autograd.Function):
 
 def _exponent(x: Tensor) -> Tensor:
     """Return the exponent bits of the largest entry, a number of int32; 0 for an array without entries."""
-    if not x.numel():
-        return torch.zeros((), dtype=torch.int32, device=x.device)
-    least, most = torch.aminmax(x.detach())
-    return torch.maximum(-least, most).float().view(torch.int32) >> MANTISSA_BITS
-
-
-class HistoryAdamW(torch.optim.AdamW):
-    """AdamW, of which parameter groups with ``history_len`` are histories and advance instead."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update all parameters with gradients.
-
-        Args:
-            closure: None; it is there because all optimizers have it.
-        """
-        assert closure is None, "a closure would be called without the histories"
-        groups = self.param_groups
-        for group in groups:
-            if "history_len" in group:
-                changed = [p for p in group["params"] if p.grad is not None]
-                advance(changed, [p.grad for p in changed], group["history_len"])
-        self.param_groups = [group for group in groups if "history_len" not in group]
-        try:
-            super().step()
-        finally:
-            self.param_groups = groups
-
-
-def advance(histories: Sequence[Tensor], gradients: Sequence[Tensor], length: int) -> None:
-    """Advance histories, or shares of them, in place after an optimizer step.
-
-    Args:
-        histories: any parts of histories.
-        gradients: what the step has observed, of the same shapes.
-        length: steps that are remembered.
-    """
-    for history, gradient in zip(histories, gradients, strict=True):
-        history.copy_(advanced(history, gradient, length, torch))
+    return amax(x).float().view(torch.int32) >> MANTISSA_BITS

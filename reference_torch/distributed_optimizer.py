@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from diptych.plans.optimizer_shares import own_share, share_size
-from reference_torch.amax_history import advance
 from reference_torch.groups import gather_rows
+from reference_torch.history_adamw import advance
 
 
 def rows_by_rank(tensor: Tensor, ranks: int) -> Tensor:

@@ -33,23 +33,30 @@ def quantize(
 
     Returns:
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
-        float32. An entry that is not finite is NaN, and so are all others whose scale is taken from it.
+        float32. An entry that is not finite is NaN, and so are all others with the same scale.
     """
     wide = x.float()
     largest = quantization.largest
     if quantization.delayed:
         assert scale is not None, "the scale of a delayed recipe is an argument"
-        scales = scale.view(1, 1)
-        clipped = (wide * scales).clamp_(-largest, largest).masked_fill_(~wide.isfinite(), float("nan"))
+        scales = scale.where(amax(wide).isfinite(), float("nan")).view(1, 1)
     else:
         scales = _scales(_maxima(wide, quantization), quantization)
-        clipped = (wide * _spread(scales, wide.shape, quantization)).clamp_(-largest, largest)
+    clipped = (wide * _spread(scales, wide.shape, quantization)).clamp_(-largest, largest)
     return clipped.to(getattr(torch, quantization.dtype)), 1 / scales
 
 
 def dequantize(values: Tensor, inverse: Float[Tensor, "a b"], quantization: Quantization) -> Float[Tensor, "n k"]:
     """Return the numbers [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them."""
     return values.to(torch.float32, copy=True).mul_(_spread(inverse, values.shape, quantization))
+
+
+def amax(x: Tensor) -> Tensor:
+    """Return the largest absolute value of an array, NaN if it has one; of an array without entries 0."""
+    if not x.numel():
+        return x.new_zeros(())
+    least, most = torch.aminmax(x.detach())
+    return torch.maximum(-least, most)
 
 
 def fp8_linear(
@@ -157,13 +164,13 @@ def _maxima(x: Tensor, quantization: Quantization) -> Tensor:
     return functional.pad(x.abs(), missing).view(blocks[0], rows, blocks[1], columns).amax((1, 3))
 
 
-def _scales(amax: Tensor, quantization: Quantization) -> Tensor:
+def _scales(maxima: Tensor, quantization: Quantization) -> Tensor:
     """Return the scale of each maximum; see diptych.plans.fp8.scales."""
-    scale = torch.full_like(amax, quantization.largest) / amax
+    scale = torch.full_like(maxima, quantization.largest) / maxima
     if quantization.block is not None:
         scale = (scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
     scale = scale.masked_fill(scale.isinf(), 1.0)
-    return scale.masked_fill(~amax.isfinite(), float("nan"))
+    return scale.masked_fill(~maxima.isfinite(), float("nan"))
 
 
 def _spread(scale: Tensor, shape: torch.Size, quantization: Quantization) -> Tensor:

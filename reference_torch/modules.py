@@ -51,7 +51,7 @@ class Linear(nn.Module):
         return observe(y, x, self.weight, self.amax_history, self.gradient_shift)
 
 
-def set_gradient_factor(module: nn.Module, factor: float) -> None:
+def set_gradient_factor(module: nn.Module, factor: int) -> None:
     """Tell the linear maps of a module by how much the gradients of backward are larger than those of a step's loss."""
     for each in module.modules():
         if isinstance(each, Linear):

@@ -50,7 +50,6 @@ from diptych.plans.training import (
     learning_rate,
     microbatches,
 )
-from reference_torch.amax_history import HistoryAdamW
 from reference_torch.distributed_optimizer import DistributedAdamW, norms_of_shares
 from reference_torch.groups import (
     ProcessGroups,
@@ -62,6 +61,7 @@ from reference_torch.groups import (
     on_first_rank,
     sum_over,
 )
+from reference_torch.history_adamw import HistoryAdamW
 from reference_torch.modules import set_gradient_factor
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model
@@ -148,7 +148,7 @@ class Trainer:
         return HistoryAdamW(groups, **settings, fused=True)
 
     @property
-    def _gradient_factor(self) -> float:
+    def _gradient_factor(self) -> int:
         """By how much the gradients of backward are larger than those of the mean loss of a step."""
         if self.config.calculate_per_token_loss:
             return self.train_config.global_batch_size * self.config.seq_length
@@ -219,7 +219,7 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         if self._groups == ProcessGroups() and len(batch.tokens) != self.train_config.global_batch_size:
             self._expect_uses(1)
-            set_gradient_factor(self.model, 1.0)
+            set_gradient_factor(self.model, 1)
             loss = forward_step(iter([Microbatch(batch, step, 0, True)]), self.model)[0]
             loss.backward()
             set_gradient_factor(self.model, self._gradient_factor)

@@ -26,7 +26,18 @@ BROKEN = {
     (TransformerConfig, "ffn_hidden_size"): ({"ffn_hidden_size": -8}, r"ffn_hidden_size: .* got -8"),
     (TransformerConfig, "impl"): ({"impl": "cuda"}, r"impl: .*'auto', 'reference', 'triton'.* got 'cuda'"),
     (TransformerConfig, "fp8"): ({"fp8": True}, r"fp8: expected None, 'e4m3' or 'hybrid', got True"),
-    (TransformerConfig, "fp8_recipe"): ({"fp8_recipe": "delayed"}, r"fp8_recipe: .*'current', 'blockwise'.*'delayed'"),
+    (TransformerConfig, "fp8_recipe"): (
+        {"fp8_recipe": "blocks"},
+        r"fp8_recipe: .*'current', 'delayed', 'blockwise'.*'blocks'",
+    ),
+    (TransformerConfig, "fp8_amax_history_len"): (
+        {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_amax_history_len": 0},
+        r"fp8_amax_history_len: expected an integer >= 1, got 0",
+    ),
+    (TransformerConfig, "fp8_amax_history_len needs delayed"): (
+        {"fp8": "e4m3", "fp8_amax_history_len": 4},
+        r"fp8_amax_history_len: expected 16, the default, without fp8_recipe='delayed', got 4",
+    ),
     (TransformerConfig, "fp8_recipe needs fp8"): (
         {"fp8_recipe": "blockwise"},
         r"fp8_recipe: expected 'current', the default, without fp8, got 'blockwise'; give fp8",
@@ -39,13 +50,13 @@ BROKEN = {
         {"fp8": "hybrid", "layer_pattern": "attention,attention+moe", "num_moe_experts": 4},
         r"fp8: expected None with moe in layer_pattern='attention,attention\+moe', .* got 'hybrid'",
     ),
-    (TransformerConfig, "fp8 needs tensor_model_parallel_size 1"): (
+    (TransformerConfig, "fp8_recipe current needs tensor_model_parallel_size 1"): (
         {"fp8": "hybrid", "tensor_model_parallel_size": 2},
-        r"fp8: expected None with tensor_model_parallel_size=2, .* got 'hybrid'; use data or pipeline parallelism",
+        r"fp8_recipe: expected 'delayed' or 'blockwise' with tensor_model_parallel_size=2, got 'current'",
     ),
-    (TransformerConfig, "fp8 needs context_parallel_size 1"): (
+    (TransformerConfig, "fp8_recipe current needs context_parallel_size 1"): (
         {"fp8": "hybrid", "context_parallel_size": 2},
-        r"fp8: expected None with context_parallel_size=2, .* got 'hybrid'; use data or pipeline parallelism",
+        r"fp8_recipe: expected 'delayed' or 'blockwise' with context_parallel_size=2, got 'current'",
     ),
     (TransformerConfig, "kernels support few streams"): (
         {"impl": "triton", "num_residual_streams": 9, "enable_hyper_connections": True},

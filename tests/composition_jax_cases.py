@@ -13,7 +13,9 @@ from tests.composition import (
     MUST_BE_ACCEPTED,
     OF_FAMILIES,
     QUICK,
+    WITH_FP8,
     assert_learns_as_plain,
+    blocks_on_ranks,
     compose,
     compositions,
     jax_step,
@@ -65,9 +67,13 @@ def test_some_of_what_must_be_accepted(features):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("features", [*SOME, *NARROW, *SOME_OF_FAMILIES], ids="+".join)
+@pytest.mark.parametrize("features", [*SOME, *NARROW, *SOME_OF_FAMILIES, *WITH_FP8], ids="+".join)
 def test_what_must_be_accepted(features):
     check(compose(features))
+
+
+def test_blocks_on_ranks():
+    check(blocks_on_ranks())
 
 
 @pytest.mark.timeout(600)

@@ -39,6 +39,9 @@ MODULES = {
     "autograd": set(),
     "linear_products": set(),
     "fp8": {"autograd", "linear_products", "operands"},
+    "amax_history": {"autograd", "fp8"},
+    "history_adamw": set(),
+    "history_updates": set(),
     "wrapped_forward": set(),
     "named_modules": {"traced_programs"},
     "traced_programs": set(),
@@ -53,7 +56,7 @@ MODULES = {
     "context_parallel": {"autograd", "pending_sends", "groups", "carry", "ops", "recompute"},
     "delta_rule": {"autograd", "ops", "context_parallel"},
     "tensor_parallel": {"autograd", "groups", "ops", "recompute"},
-    "modules": {"fp8", "ops", "tensor_parallel"},
+    "modules": {"amax_history", "fp8", "ops", "tensor_parallel"},
     "documents": set(),
     "cache": {"ops"},
     "forward_context": {"balance", "ops", "cache", "documents", "recompute", "tensor_parallel"},
@@ -90,7 +93,7 @@ MODULES = {
     "offload": {"linear_products", "ops", "recompute", "named_modules", "traced_programs"},
     "saving": {"distributed_optimizer", "transformer", "offload"},
     "groups": set(),
-    "distributed_optimizer": {"groups"},
+    "distributed_optimizer": {"groups", "history_adamw"},
     "p2p": {"pending_sends"},
     "rank_pool": set(),
     "pipeline": {
@@ -99,6 +102,7 @@ MODULES = {
         "distributed_optimizer",
         "fp8",
         "linear_products",
+        "modules",
         "ops",
         "context_parallel",
         "recompute",
@@ -111,6 +115,9 @@ MODULES = {
     "stage": {"context_parallel", "tensor_parallel", "transformer", "offload"},
     "train": {
         "distributed_optimizer",
+        "history_adamw",
+        "history_updates",
+        "modules",
         "ops",
         "transformer",
         "saving",
@@ -125,12 +132,21 @@ MODULES = {
 """Modules of a backend, and the modules of the same backend each may import."""
 
 TORCH_ONLY = {
-    *("autograd", "distributed_optimizer", "pending_sends", "p2p", "rank_pool", "stage", "wrapped_forward"),
+    *(
+        "autograd",
+        "distributed_optimizer",
+        "history_adamw",
+        "pending_sends",
+        "p2p",
+        "rank_pool",
+        "stage",
+        "wrapped_forward",
+    ),
 }
 """Modules for backward functions, for forwards of instances, for processes that send each other messages and share an
 optimizer, and for what they call; JAX's step takes the model whole."""
 
-JAX_ONLY = {"carry", "linear_products", "named_modules", "traced_programs"}
+JAX_ONLY = {"carry", "history_updates", "linear_products", "named_modules", "traced_programs"}
 """Modules for what one program of all ranks has to be told, for the classes of nnx modules, for traced programs, and
 for products that a traced backward leaves out."""
 

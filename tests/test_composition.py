@@ -20,9 +20,11 @@ from tests.composition import (
     MUST_BE_ACCEPTED,
     OF_FAMILIES,
     QUICK,
+    WITH_FP8,
     Pools,
     are_accepted,
     assert_learns_as_plain,
+    blocks_on_ranks,
     compose,
     compositions,
     plain,
@@ -43,11 +45,16 @@ def pools():
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("features", [*MUST_BE_ACCEPTED, *OF_FAMILIES], ids="+".join)
+@pytest.mark.parametrize("features", [*MUST_BE_ACCEPTED, *OF_FAMILIES, *WITH_FP8], ids="+".join)
 def test_what_must_be_accepted_learns_as_plain(features, pools):
     composition = compose(features)
     assert composition.features == tuple(sorted(features, key=[*FEATURES].index))
     assert_learns_as_plain(pools.step(composition), composition)
+
+
+@pytest.mark.multiprocess
+def test_fp8_blocks_of_ranks_are_those_of_one_device(pools):
+    assert_learns_as_plain(pools.step(blocks_on_ranks()), blocks_on_ranks())
 
 
 @pytest.mark.slow  # in make test, the fuzzer of compositions draws

@@ -26,6 +26,7 @@ from tests.backends import BACKENDS, model_gradients, normal, tiny_corpus, train
 from tests.test_precision import CONFIG, TRAIN, apart, curve_of
 
 RECIPES = [plan.product_recipe(format, recipe) for format in ("e4m3", "hybrid") for recipe in ("current", "blockwise")]
+DELAYED = plan.product_recipe("hybrid", "delayed")
 QUANTIZATIONS = sorted({each for recipe in RECIPES for each in recipe}, key=str)
 ANY_FLOAT = st.floats(width=32, allow_subnormal=False) | st.sampled_from([1e-44, -1e-39, 448.0, 464.0, 1e-6, 3e38])
 
@@ -324,7 +325,7 @@ def curve(backend: str, recipe: str) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.xdist_group("bf16 curves")
 @pytest.mark.usefixtures("compiled_well", "few_rounds")
-@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
 def test_loss_curves_stay_within_the_spread_of_two_seeds(recipe):
     for backend in BACKENDS:
         spread = apart(curve_of(backend, CONFIG), curve_of(backend, replace(CONFIG, seed=1)))

@@ -62,7 +62,7 @@ def is_history(shape: tuple[int, ...]) -> bool:
     return tuple(shape) == SHAPE
 
 
-def gradient_shift(factor: float) -> int:
+def gradient_shift(factor: int) -> int:
     """Return the exponent of the power of two next to a factor.
 
     Args:

@@ -544,8 +544,8 @@ def initial_weights(weights: Mapping[str, np.ndarray], model: TransformerConfig)
     histories = {
         name: np.zeros(spec.shape, model.params_dtype) for name, spec in specs.items() if is_history(spec.shape)
     }
-    kept = {name: array for name, array in weights.items() if name in histories or not is_history(array.shape)}
-    return histories | kept
+    known = {name: array for name, array in weights.items() if name in histories or not is_history(array.shape)}
+    return histories | known
 
 
 class _Checksum:

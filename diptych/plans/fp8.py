@@ -158,23 +158,22 @@ def quantize(
 
     Returns:
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
-        float32. An entry that is not finite is NaN, and so are all others whose scale is taken from it.
+        float32. An entry that is not finite is NaN, and so are all others with the same scale.
     """
     wide = x.astype(np.float32)
     if quantization.delayed:
         assert scale is not None, "the scale of a delayed recipe is an argument"
-        with np.errstate(over="ignore", invalid="ignore"):
-            clipped = np.clip(wide * scale, -quantization.largest, quantization.largest)
-        clipped = np.where(np.isfinite(wide), clipped, np.float32(np.nan))
-        return clipped.astype(getattr(ml_dtypes, quantization.dtype)), np.full((1, 1), 1 / scale, np.float32)
-    rows, columns = quantization.block or (max(1, x.shape[0]), max(1, x.shape[1]))
-    blocks = blocks_of(x.shape, quantization)
-    padded = np.zeros((blocks[0] * rows, blocks[1] * columns), np.float32)
-    padded[: x.shape[0], : x.shape[1]] = np.abs(wide)
-    scale = scales(padded.reshape(blocks[0], rows, blocks[1], columns).max(axis=(1, 3)), quantization)
-    by_entry = spread(scale, x.shape, quantization)
-    clipped = np.clip(wide * by_entry, -quantization.largest, quantization.largest)
-    return clipped.astype(getattr(ml_dtypes, quantization.dtype)), np.float32(1) / scale
+        by_block = np.full((1, 1), scale if np.isfinite(wide).all() else np.nan, np.float32)
+    else:
+        rows, columns = quantization.block or (max(1, x.shape[0]), max(1, x.shape[1]))
+        blocks = blocks_of(x.shape, quantization)
+        padded = np.zeros((blocks[0] * rows, blocks[1] * columns), np.float32)
+        padded[: x.shape[0], : x.shape[1]] = np.abs(wide)
+        by_block = scales(padded.reshape(blocks[0], rows, blocks[1], columns).max(axis=(1, 3)), quantization)
+    with np.errstate(over="ignore"):
+        scaled = wide * spread(by_block, x.shape, quantization)
+    clipped = np.clip(scaled, -quantization.largest, quantization.largest)
+    return clipped.astype(getattr(ml_dtypes, quantization.dtype)), np.float32(1) / by_block
 
 
 def dequantize(values: np.ndarray, inverse: np.ndarray, quantization: Quantization) -> np.ndarray:

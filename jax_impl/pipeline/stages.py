@@ -405,7 +405,7 @@ def divide_model(
     config: TransformerConfig,
     schedule: Schedule,
     training: bool,
-    gradient_factor: float = 1.0,
+    gradient_factor: int = 1,
 ) -> Stages:
     """Divide a model into the stages of a configuration.
 

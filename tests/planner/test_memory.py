@@ -137,7 +137,7 @@ def test_every_kind_of_layer_type_and_mode_within_two_percent(kind, dtype, mode,
         assert prediction.peak == pytest.approx(peak, rel=0.02), hyper
 
 
-@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["gated attention", "latent attention", "gdn", "kda"])
 def test_fp8_within_two_percent(kind, dtype, recipe):

@@ -37,9 +37,8 @@ class GraphBuilder:
         self.tokens = self.regions.tokens_between  # inside of a region, see in_region, its tokens
         self.item = ITEM_SIZES[config.compute_dtype]
         self.wide = max(self.item, 4)
-        item = ITEM_SIZES[config.params_dtype]
         specs = parameter_specs(config)
-        self.weights = {name: math.prod(spec.shape) * item for name, spec in specs.items()}
+        self.weights = {name: math.prod(spec.shape) * ITEM_SIZES[config.params_dtype] for name, spec in specs.items()}
         self.widths = {name: spec.shape[-1] for name, spec in specs.items()}
         self.streams = config.residual_streams
 
@@ -286,14 +285,13 @@ class GraphBuilder:
 
     def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
         weight = self.weights[f"{name}.weight"]
-        history = self.weights.get(f"{name}.{NAME}", 0)
-        parameters = weight + self.weights.get(f"{name}.bias", 0) + history
+        parameters = sum(self.weights.get(f"{name}.{own}", 0) for own in ("weight", "bias", NAME))
         in_fp8 = linear_scratch(self.config, name, self.tokens, x.size, y.size)
         rounded = [] if self.item == self.wide or in_fp8 else [Value("weights in bfloat16", weight // 2)]
         scratch = in_fp8 or (0, weight // 2 * len(rounded))
-        rounded += [Value("scales and exponents", DELAYED_BYTES)] if history else []
-        flops = self._product(weight)
-        return [Node([x], [y, *rounded], [x, *rounded], region, parameters, *scratch, flops=flops, is_linear=True)]
+        rounded += [Value("scales and exponents", DELAYED_BYTES)] if f"{name}.{NAME}" in self.weights else []
+        flops = {"flops": self._product(weight), "is_linear": True}
+        return [Node([x], [y, *rounded], [x, *rounded], region, parameters, *scratch, **flops)]
 
     def _product(self, weight_bytes: int) -> int:
         """Return the floating-point operations of a product of all tokens with a matrix."""
