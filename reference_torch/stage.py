@@ -13,6 +13,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED, exchange_options
 from diptych.plans.context.sequences import concatenate_sequences
 from diptych.plans.model.data import Batch
+from diptych.plans.recompute import RecomputeBlock
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.wavefront import MESSAGE_KINDS, finish
 from reference_torch.offload import TensorOffloadManager
@@ -138,13 +139,13 @@ def _complete_sequences(batch: Batch, first: int, model: PipelineStage) -> tuple
     return inputs, targets, {"samples": samples, "document_starts": documents}
 
 
-def _replayed_kinds(config: TransformerConfig) -> tuple[str, ...]:
+def _replayed_kinds(blocks: Sequence[RecomputeBlock]) -> tuple[str, ...]:
     """Return the kinds of received messages that backward reads again, because it replays layers or their mixers."""
     if not torch.is_grad_enabled():
         return ()
-    if config.recompute_granularity == "full":
+    if any(block.kind == "full" for block in blocks):
         return MESSAGE_KINDS
-    return ("state", "keys and values") if "core_attn" in config.recompute_modules else ()
+    return ("state", "keys and values") if any("core_attn" in block.dropped for block in blocks) else ()
 
 
 def _sequence_part(
@@ -161,7 +162,7 @@ def _sequence_part(
     context = build_cp_context(cu_seqlens.to(model.device), cp, kernel, cu_seqlens, **options)
     context = replace(context, timeout=model.config.pipeline_timeout)
     if context.messages is not None:
-        context.messages.replayed_kinds = _replayed_kinds(model.config)
+        context.messages.replayed_kinds = _replayed_kinds(model.decoder.blocks)
     parts = (np.array_split(x, context.size, axis=-1)[context.rank] for x in concatenated[:4])
     inputs, targets, samples, positions = (torch.from_numpy(x.copy()).to(model.device) for x in parts)
     return inputs, targets, {"samples": samples, "positions": positions, "cp_context": context}

@@ -380,6 +380,14 @@ BROKEN = {
         },
         r"num_layers_in_last_pipeline_stage: expected None with schedule 'zb-v', where the first rank holds the first",
     ),
+    (TransformerConfig, "recompute_layout"): (
+        {"recompute_layout": "full,layernorm+norms"},
+        r"recompute_layout: expected blocks such as .* got 'layernorm\+norms'",
+    ),
+    (TransformerConfig, "recompute_layout replaces the other settings"): (
+        {"recompute_layout": "none*4", "recompute_granularity": "selective", "recompute_mlp": True},
+        r"recompute_layout: expected None with recompute_granularity, recompute_mlp, got 'none\*4'",
+    ),
     (TransformerConfig, "recompute_granularity"): (
         {"recompute_granularity": "some"},
         r"recompute_granularity: .* 'some'",

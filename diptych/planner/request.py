@@ -70,6 +70,9 @@ class PlanRequest:
     memory_limit: str | None = None
     """Bytes per rank, as in 80GiB. With ranks: search the fastest configurations that fit. With generate_schedule:
     limit for every rank, including parameters, gradients and moments."""
+    activation_memory_budget: str | None = None
+    """Bytes of activations, temporary buffers and gradients of a microbatch, as in 2GiB: finds the recompute_layout
+    with the least recomputation that fits."""
     ranks: int | None = None
     """Ranks of the whole mesh, for the search."""
     global_batch_size: int | None = None
@@ -174,6 +177,11 @@ class PlanRequest:
                 f"html: expected None with stage_costs, whose times the page does not have, got {str(self.html)!r}; "
                 "plan the file that is written"
             )
+
+    @property
+    def sequences_at_once(self) -> int:
+        """Sequences of a microbatch."""
+        return self.micro_batch_size
 
     @property
     def machine(self) -> Machine:

@@ -109,7 +109,7 @@ class StageTimes:
         stages = []
         blocks = blocks_of_stages(config) if blocks is None else blocks
         for stage, blocks_of_stage in enumerate(blocks):
-            parts = [self._block(config, layers, block, batch) for layers, block in blocks_of_stage]
+            parts = [self.of_block(config, layers, block, batch) for layers, block in blocks_of_stage]
             if stage == 0:
                 parts.append(self._end(config, "embedding", batch))
             if stage == len(blocks) - 1:
@@ -121,7 +121,7 @@ class StageTimes:
         """Return the times of every stage as diptych.plans.schedule.simulate takes them; arguments as in ``of``."""
         return costs_of(config, self.of(config, batch), batch, self.machine)
 
-    def _block(
+    def of_block(
         self, config: TransformerConfig, layer_settings: tuple[LayerConfig, ...], block: RecomputeBlock, batch: int
     ) -> StageTime:
         """Return the times of a recompute block's layers; equal blocks are computed once."""

@@ -6,10 +6,12 @@ per block, which saves every named value except the dropped ones.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Literal, NamedTuple
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.config.recompute import layout_blocks
 from diptych.plans.schedule.partition import get_num_layers_to_build, get_transformer_layer_offset
 
 NO_RECOMPUTE = {field.name: field.default for field in fields(TransformerConfig) if "recompute" in field.name}
@@ -87,6 +89,19 @@ class RecomputeBlock(NamedTuple):
         return frozenset(name for module in self.modules for name in MODULES[module])
 
 
+def format_layout(blocks: Iterable[RecomputeBlock]) -> str:
+    """Return the recompute_layout of blocks in the order of their layers; equal single layers are joined."""
+    found: list[tuple[str, int]] = []
+    for block in blocks:
+        what = block.kind if block.kind != "selective" else "+".join(name for name in MODULES if name in block.modules)
+        joins = what != "full" and "mhc" not in block.modules  # each of their layers is a block of its own
+        if joins and found and found[-1][0] == what:
+            found[-1] = what, found[-1][1] + len(block.layers)
+        else:
+            found.append((what, len(block.layers)))
+    return ",".join(what if count == 1 else f"{what}*{count}" for what, count in found)
+
+
 def block_length(num_layers: int, num_residual_streams: int) -> int:
     """Return the number of layers per mHC block that minimizes the memory of block inputs and one replayed block.
 
@@ -121,12 +136,16 @@ def recompute_blocks(
     recompute_activation_function_num_layers. Layers are counted by (index within the stage) * (virtual stages) +
     vp_stage, which distributes them over the virtual stages.
 
+    With recompute_layout, its blocks, cut at the stage's ends.
+
     Selective recompute: with mhc, blocks of mhc_recompute_layer_num layers. The shorter block comes last, because
     memory peaks in the last block's backward. A block also ends where activation recompute ends, so that all its layers
     recompute the same values. Without mhc, every layer is a block.
     """
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
+    if config.recompute_layout is not None:
+        return tuple(_of_layout(config.recompute_layout, layers))
     modules = selected_modules(config)
     if config.recompute_granularity == "full" and config.recompute_method == "uniform":
         return tuple(RecomputeBlock("full", chunk) for chunk in _cut(layers, config.recompute_num_layers or 1))
@@ -145,6 +164,19 @@ def recompute_blocks(
         kind = "full" if number in full else "selective" if wanted else "none"
         blocks.append(RecomputeBlock(kind, (number,), wanted if kind == "selective" else frozenset()))
     return tuple(blocks)
+
+
+def _of_layout(layout: str, layers: range) -> Iterator[RecomputeBlock]:
+    """Yield the blocks of a layout that have some of the layers, with these."""
+    first = 0
+    for names, count in layout_blocks(layout):
+        own = [number for number in range(first, first + count) if number in layers]
+        first += count
+        for chunk in [own] if {"full", "mhc"} & {*names} else [[number] for number in own]:
+            if chunk and names in (("none",), ("full",)):
+                yield RecomputeBlock("full" if names == ("full",) else "none", tuple(chunk))
+            elif chunk:
+                yield RecomputeBlock("selective", tuple(chunk), frozenset(names))
 
 
 def _cut(layers: range, length: int) -> list[tuple[int, ...]]:

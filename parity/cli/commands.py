@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from diptych.planner.request import PlanRequest
+from diptych.planner.budget import fit_budget
+from diptych.planner.request import PlanRequest, parse_bytes
+from diptych.planner.step_time import Machine
 from diptych.plans.checkpoint import list_checkpoints, with_definition, with_model_of
 from diptych.plans.config import MODEL_RULES, DataConfig, TrainConfig, TransformerConfig
 from diptych.plans.families.folder import source_of
@@ -73,7 +75,11 @@ def with_configuration(command: Any, given: Collection[str]) -> Any:
         found = with_model_of(init, found, given)
     if source is not None:
         found = with_definition(find_model(source), found, given, source)
-    return replace(command, model=TransformerConfig(**vars(found)))
+    config = TransformerConfig(**vars(found))
+    if command.activation_memory_budget is not None:
+        budget = parse_bytes("activation_memory_budget", command.activation_memory_budget)
+        config = fit_budget(config, command.sequences_at_once, budget, command.machine).config
+    return replace(command, model=config, activation_memory_budget=None)
 
 
 def _demo_model() -> ModelFlags:
@@ -94,10 +100,23 @@ class TrainingRun:
     init: Path | None = None
     """Weights to begin with, from diptych import or a run: a checkpoint, or a folder whose newest one is read. They
     define the model: its settings need no flags. Beside them may be the model's own tokenizer. None: new weights."""
+    activation_memory_budget: str | None = None
+    """Bytes of activations, temporary buffers and gradients of a microbatch, as in 2GiB: recompute as little as fits.
+    None: the recompute settings as they are. With replicas, give micro_batch_size."""
     num_threads: int = 1
     """CPU threads of PyTorch; XLA uses all cores that the process may use."""
     log_interval: int = 20
     """Steps between printed rows."""
+
+    @property
+    def sequences_at_once(self) -> int:
+        """Sequences of a microbatch, or of a step on one replica."""
+        return self.train.microbatch
+
+    @property
+    def machine(self) -> Machine:
+        """Rates by which recompute is chosen."""
+        return Machine()
 
     def __post_init__(self) -> None:
         for name in ("num_threads", "log_interval"):

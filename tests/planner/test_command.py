@@ -113,7 +113,10 @@ def test_a_pipeline_whose_first_rank_has_no_layers_is_planned_with_offload(capsy
             "--num-microbatches 3",
             "change --num-microbatches or --microbatch-group-size-per-vp-stage",
         ),
-        ("plan --fp8 hybrid --context-parallel-size 2", "--fp8: expected None with --context-parallel-size=2"),
+        (
+            "plan --fp8 hybrid --context-parallel-size 2",
+            "--fp8-recipe: expected 'delayed' or 'blockwise' with --context-parallel-size=2",
+        ),
     ],
 )
 def test_a_refusal_exits_with_2_and_names_flags(command, message, capsys):
@@ -181,3 +184,21 @@ def test_plan_warns_of_blocks_that_cost_more_than_they_save(capsys):
     assert "use --mhc-recompute-layer-num 3" in printed
     assert diptych(f"{command} 3") == 0
     assert "warning" not in capsys.readouterr().out
+
+
+def test_plan_finds_a_recompute_within_a_budget(capsys):
+    """And train takes it as it takes the layout that is printed."""
+    model = "--num-layers 4 --seq-length 128 --micro-batch-size 2"
+    assert diptych(f"plan {model} --activation-memory-budget 12MiB") == 0
+    said = capsys.readouterr().out
+    layout = re.search(r"--recompute-layout (\S+)", said)
+    peak = re.search(r"peak of the step +([\d.]+) +([\d.]+)", said)
+    assert layout is not None
+    assert peak is not None
+    assert 10 < float(peak[2]) <= 12 < float(peak[1])
+    assert diptych(f"plan {model} --recompute-layout {layout[1]}") == 0
+    assert re.sub(r"\s+", " ", said) == re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert diptych(f"plan {model} --activation-memory-budget 2MiB") == 2
+    assert re.search(r"--activation-memory-budget: expected at least [\d,]+ bytes", capsys.readouterr().err)
+    assert diptych(f"plan {model} --activation-memory-budget much") == 2
+    assert "--activation-memory-budget: expected a size such as 80GiB" in capsys.readouterr().err

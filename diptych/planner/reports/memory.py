@@ -25,6 +25,8 @@ def print_plan(console: Console, config: TransformerConfig, batch: int) -> None:
     """Print the recompute blocks and the memory of a training step, term by term, with and without recompute."""
     blocks = recompute_blocks(config)
     console.print(f"blocks: {describe_blocks(config)}")
+    if config.recompute_layout is not None:
+        console.print(f"--recompute-layout {config.recompute_layout}", highlight=False, soft_wrap=True)
     plan = predict_memory(config, batch)
     full = predict_memory(without_recompute(config), batch)
     table = Table(box=None, title=f"PyTorch, {batch} sequences of {config.seq_length} tokens", title_justify="left")

@@ -218,6 +218,10 @@ class TransformerConfig:
     """Recompute activation functions; with full recompute of method block, in the layers not fully recomputed."""
     recompute_activation_function_num_layers: int | None = None
     """Layers per pipeline rank whose activation function is recomputed; None: all remaining layers, 0: none."""
+    recompute_layout: str | None = None
+    """Recompute of every layer, instead of the other recompute settings: blocks in the order of the layers, each none,
+    full or modules joined by +, and after * its number of layers, as in full*4,layernorm+mlp*2,none. diptych plan with
+    activation_memory_budget finds one."""
     enable_tensor_offload: bool = False
     """Keep the layers' parameters in host memory; each layer is on the device for its forward, backward and update."""
     tensor_offload_pin_memory: bool = True

@@ -1,5 +1,6 @@
 """Rules of the recompute settings: excluded combinations, and bounds of the counts."""
 
+import re
 from typing import Literal, get_args
 
 from diptych.plans.config.rules import Rule, choice, count, flag
@@ -18,7 +19,8 @@ def _selections(config) -> list[str]:
 
 
 def _recomputes_mhc(config) -> bool:
-    return config.recompute_hyper_connections or "mhc" in config.recompute_modules
+    in_layout = "mhc" in re.split(r"[,+*]", config.recompute_layout or "")
+    return config.recompute_hyper_connections or "mhc" in config.recompute_modules or in_layout
 
 
 def _whole_layers(config) -> int:
@@ -36,7 +38,59 @@ def _at_most_layers(field: str) -> Rule:
     )
 
 
+def layout_blocks(layout: str) -> list[tuple[tuple[str, ...], int]]:
+    """Return the blocks of recompute_layout: ``("none",)``, ``("full",)`` or the modules, and the number of layers.
+
+    Args:
+        layout: value of TransformerConfig.recompute_layout.
+
+    Raises:
+        ValueError: it has another form, or names an unknown module.
+    """
+    found = []
+    for text in layout.split(","):
+        block = re.fullmatch(r"([a-z_+]+)(?:\*([1-9][0-9]{0,5}))?", text)
+        names = tuple(block[1].split("+")) if block else ()
+        known = names in (("none",), ("full",)) or {*names} <= {*MODULE_NAMES}
+        if block is None or not known or len({*names}) != len(names):
+            raise ValueError(
+                "recompute_layout: expected blocks such as full*4 or layernorm+mlp, of none, full or modules "
+                f"{', '.join(MODULE_NAMES)}, each once, got {text!r}"
+            )
+        found.append((names, int(block[2] or 1)))
+    return found
+
+
+def _layout_fault(config) -> str:
+    """Return what is wrong with recompute_layout, or the empty string."""
+    if config.recompute_layout is None:
+        return ""
+    try:
+        count = sum(length for _, length in layout_blocks(str(config.recompute_layout)))
+    except ValueError as error:
+        return str(error)
+    expected = f"recompute_layout: expected blocks of {config.num_layers} layers together, got {count}"
+    return "" if count == config.num_layers else expected
+
+
+def _beside_layout(config) -> list[str]:
+    """Return the recompute settings that have another value than their default, beside a layout."""
+    fields = type(config).__dataclass_fields__
+    others = (name for name in fields if "recompute" in name and name != "recompute_layout")
+    return [name for name in others if config.recompute_layout and getattr(config, name) != fields[name].default]
+
+
 RECOMPUTE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "recompute_layout",
+        lambda c: not _layout_fault(c),
+        _layout_fault,
+    ),
+    Rule(
+        "recompute_layout replaces the other settings",
+        lambda c: not _beside_layout(c),
+        lambda c: f"recompute_layout: expected None with {', '.join(_beside_layout(c))}, got {c.recompute_layout!r}",
+    ),
     choice("recompute_granularity", (None, "full", "selective")),
     choice("recompute_method", (None, "uniform", "block")),
     count("recompute_num_layers", least=0),
