@@ -19,21 +19,28 @@ MESSAGE = 2**22
 TURNS = 7
 
 
-def torch_rates() -> dict[str, float]:
-    """Measure products, memory, messages and the latency of an operation, on all ranks at once."""
+def operation_rates() -> dict[str, float]:
+    """Measure products, memory and the latency of an operation in PyTorch."""
     import torch
-    import torch.distributed as dist
 
     a = torch.randn(SIZE, SIZE)
     b = torch.randn(SIZE, SIZE)
     x = torch.ones(LARGE)
     y = torch.empty(LARGE)
     few = torch.ones(8, requires_grad=True)
-    rates = {
+    return {
         "compute_rate": 2 * SIZE**3 / _seconds(lambda: a @ b),
         "memory_bandwidth": 2 * x.nbytes / _seconds(lambda: torch.mul(x, 2.0, out=y)),
         "operation_latency": _seconds(lambda: [few * 2.0 for _ in range(100)]) / 100,
     }
+
+
+def torch_rates() -> dict[str, float]:
+    """Measure operations and messages, on all ranks at once."""
+    import torch
+    import torch.distributed as dist
+
+    rates = operation_rates()
     rank = dist.get_rank()
     peer = 1 - dist.get_rank()
 
