@@ -14,24 +14,29 @@ from diptych.plans.amax_history import (
     EXPONENTS,
     MANTISSA_BITS,
     SHAPE,
+    is_valid,
     observed,
     scale_exponents,
 )
 from diptych.plans.fp8 import ProductRecipe
-from jax_impl.fp8 import amax
+from jax_impl.fp8 import GRADIENTS, amax
 
 
-def delayed_scales(history: Float[Array, "3 1 1 e"], recipe: ProductRecipe, shift: int) -> Float[Array, "3"]:
+def delayed_scales(history: Float[Array, "3 1 1 e"], recipe: ProductRecipe, factor: int) -> Float[Array, "3"]:
     """Return the scales of inputs, weights and gradients, float32.
 
     Args:
         history: history of a linear map. SHAPE
         recipe: how the map quantises.
-        shift: see diptych.plans.amax_history.gradient_shift.
+        factor: by how much the gradients of backward are larger than those of the mean loss of the step.
+
+    Returns:
+        The scales; NaN if an optimizer has updated the history as a weight.
     """
     remembered = lax.stop_gradient(history).reshape(SHAPE[0], EXPONENTS) > 0
     largest = jnp.where(remembered, jnp.arange(EXPONENTS, dtype=jnp.int32), 0).max(1)
-    return lax.bitcast_convert_type(scale_exponents(largest, recipe, shift, jnp) << MANTISSA_BITS, jnp.float32)
+    scales = lax.bitcast_convert_type(scale_exponents(largest, recipe, jnp) << MANTISSA_BITS, jnp.float32)
+    return jnp.where(is_valid(history), scales.at[GRADIENTS].divide(factor), jnp.nan)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -40,7 +45,7 @@ def observe(
     x: Float[Array, "*b i"],
     weight: Float[Array, "o i"],
     history: Float[Array, "3 1 1 e"],
-    shift: int,
+    factor: int,
 ) -> Float[Array, "*b o"]:
     """Return the output of a linear map, whose backward observes its arrays: the gradient of the history.
 
@@ -49,27 +54,27 @@ def observe(
         x: its input. [..., I]
         weight: its weight. [O, I]
         history: its history. SHAPE
-        shift: see diptych.plans.amax_history.gradient_shift.
+        factor: see delayed_scales.
     """
-    del x, weight, history, shift
+    del x, weight, history, factor
     return y
 
 
-def _forward(y: Array, x: Array, weight: Array, history: Array, shift: int) -> tuple[Array, Array]:
+def _forward(y: Array, x: Array, weight: Array, history: Array, factor: int) -> tuple[Array, Array]:
     """Return the output, and save the exponents of input and weight."""
-    del history, shift
+    del history, factor
     return y, jnp.stack([_exponent(x), _exponent(weight)])
 
 
-def _backward(shift: int, exponents: Array, gradient: Array) -> tuple[Array, None, None, Array]:
+def _backward(factor: int, exponents: Array, gradient: Array) -> tuple[Array, None, None, Array]:
     """Return the gradient of the output unchanged, and 1 at the exponents of the three arrays."""
-    exponents = jnp.concatenate([exponents, _exponent(gradient)[None]])
-    return gradient, None, None, observed(exponents, shift, jnp.arange(EXPONENTS), jnp).astype(jnp.float32)
+    exponents = jnp.concatenate([exponents, _exponent(gradient, factor)[None]])
+    return gradient, None, None, observed(exponents, jnp.arange(EXPONENTS), jnp).astype(jnp.float32)
 
 
 observe.defvjp(_forward, _backward)
 
 
-def _exponent(x: Array) -> Array:
-    """Return the exponent bits of the largest entry, a number of int32; 0 for an array without entries."""
-    return lax.bitcast_convert_type(amax(x).astype(jnp.float32), jnp.int32) >> MANTISSA_BITS
+def _exponent(x: Array, factor: int = 1) -> Array:
+    """Return the exponent bits of the largest entry over a factor, int32; 0 for an array without entries."""
+    return lax.bitcast_convert_type(amax(x).astype(jnp.float32) / factor, jnp.int32) >> MANTISSA_BITS

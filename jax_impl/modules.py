@@ -7,7 +7,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from diptych.plans.amax_history import NAME, gradient_shift
+from diptych.plans.amax_history import NAME
 from diptych.plans.config import TransformerConfig
 from diptych.plans.fp8 import ProductRecipe, linear_recipe
 from diptych.plans.model.parameters import ParameterSpec, norm_spec, with_history
@@ -32,8 +32,8 @@ class Linear(nnx.Module):
         self.fp8 = linear_recipe(config, name)
         history = with_history(config, name, specs).get(NAME)
         self.amax_history = None if history is None else parameter(config, f"{name}.{NAME}", history)
-        self.gradient_shift = 0
-        """See diptych.plans.amax_history.gradient_shift."""
+        self.gradient_factor = 1
+        """See set_gradient_factor."""
 
     def __call__(self, x: Float[Array, "b t i"]) -> tuple[Float[Array, "b t o"], Array | None]:
         """Return x @ weight.T [B, T, O] and the bias [O] or None, which the caller adds."""
@@ -50,11 +50,11 @@ class Linear(nnx.Module):
             return fp8_linear(x, weight, recipe)
         history = self.amax_history[...]
         return observe(
-            fp8_linear(x, weight, recipe, delayed_scales(history, recipe, self.gradient_shift)),
+            fp8_linear(x, weight, recipe, delayed_scales(history, recipe, self.gradient_factor)),
             x,
             weight,
             history,
-            self.gradient_shift,
+            self.gradient_factor,
         )
 
 
@@ -62,7 +62,7 @@ def set_gradient_factor(module: nnx.Module, factor: int) -> None:
     """Tell the linear maps of a module by how much the gradients of backward are larger than those of a step's loss."""
     for _, each in nnx.iter_graph(module):
         if isinstance(each, Linear):
-            each.gradient_shift = gradient_shift(factor)
+            each.gradient_factor = factor
 
 
 class RMSNorm(nnx.Module):

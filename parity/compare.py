@@ -12,6 +12,7 @@ import numpy as np
 import jax_impl.train
 import jax_impl.transformer
 import reference_torch.transformer
+from diptych.plans.checkpoint import initial_weights
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.config.precision import in_dtype
 from diptych.plans.mesh import undivided
@@ -228,7 +229,7 @@ def _differences(
     gradients = []
     for make in (torch_trainer, lambda *run: nullcontext(jax_impl.train.Trainer(*run))):
         with make(config, train_config, corpus) as trainer:
-            trainer.set_parameters(parameters)
+            trainer.set_parameters(initial_weights(parameters, config))
             gradients.append(trainer.loss_and_gradients(batch, step)[1])
     ours, theirs = gradients
     if ours.keys() != theirs.keys():

@@ -9,24 +9,35 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from diptych.plans.amax_history import EXPONENTS, MANTISSA_BITS, SHAPE, observed, scale_exponents
+from diptych.plans.amax_history import EXPONENTS, MANTISSA_BITS, SHAPE, is_valid, observed, scale_exponents
 from diptych.plans.fp8 import ProductRecipe
 from reference_torch.autograd import differentiable_once
-from reference_torch.fp8 import amax
+from reference_torch.fp8 import GRADIENTS, amax
 
 
 @torch.no_grad()
-def delayed_scales(history: Float[Tensor, "3 1 1 e"], recipe: ProductRecipe, shift: int) -> Float[Tensor, "3"]:
+def delayed_scales(history: Float[Tensor, "3 1 1 e"], recipe: ProductRecipe, factor: int) -> Float[Tensor, "3"]:
     """Return the scales of inputs, weights and gradients, float32.
 
     Args:
         history: history of a linear map. SHAPE
         recipe: how the map quantises.
-        shift: see diptych.plans.amax_history.gradient_shift.
+        factor: by how much the gradients of backward are larger than those of the mean loss of the step.
+
+    Raises:
+        ValueError: an optimizer has updated the history as a weight. On a GPU the scales are NaN instead.
     """
+    valid = is_valid(history)
+    if history.device.type == "cpu" and not valid:
+        raise ValueError(
+            "amax_history: expected numbers of steps >= 0, got a negative number, infinity or NaN, because an "
+            "optimizer has updated it as a weight; give histories to HistoryAdamW, as docs/fp8.md shows"
+        )
     numbers = torch.arange(EXPONENTS, device=history.device, dtype=torch.int32)
     largest = torch.where(history.view(SHAPE[0], EXPONENTS) > 0, numbers, 0).amax(1)
-    return (scale_exponents(largest, recipe, shift, torch) << MANTISSA_BITS).to(torch.int32).view(torch.float32)
+    scales = (scale_exponents(largest, recipe, torch) << MANTISSA_BITS).to(torch.int32).view(torch.float32)
+    scales[GRADIENTS] /= factor
+    return scales.where(valid, float("nan"))
 
 
 def observe(
@@ -34,7 +45,7 @@ def observe(
     x: Float[Tensor, "*b i"],
     weight: Float[Tensor, "o i"],
     history: Float[Tensor, "3 1 1 e"],
-    shift: int,
+    factor: int,
 ) -> Float[Tensor, "*b o"]:
     """Return the output of a linear map, whose backward observes its arrays: the gradient of the history.
 
@@ -43,31 +54,31 @@ def observe(
         x: its input. [..., I]
         weight: its weight. [O, I]
         history: its history. SHAPE
-        shift: see diptych.plans.amax_history.gradient_shift.
+        factor: see delayed_scales.
     """
-    return _Observed.apply(y, x, weight, history, shift) if torch.is_grad_enabled() else y
+    return _Observed.apply(y, x, weight, history, factor) if torch.is_grad_enabled() else y
 
 
 class _Observed(torch.autograd.Function):
     """The identity of an output, of which the history has a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, weight: Tensor, history: Tensor, shift: int) -> Tensor:
-        """Save the exponents of input and weight, and return a view of the output."""
+    def forward(ctx: Any, y: Tensor, x: Tensor, weight: Tensor, history: Tensor, factor: int) -> Tensor:
+        """Save the exponents of input and weight, and return the output, in the same memory."""
         ctx.save_for_backward(torch.stack([_exponent(x), _exponent(weight)]))
-        ctx.shift = shift
-        return y.view_as(y)
+        ctx.factor = factor
+        return y.data  # recompute cannot free a view
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient of the output unchanged, and 1 at the exponents of the three arrays."""
         (exponents,) = ctx.saved_tensors
-        exponents = torch.cat([exponents, _exponent(gradient)[None]])
+        exponents = torch.cat([exponents, _exponent(gradient, ctx.factor)[None]])
         places = torch.arange(EXPONENTS, device=exponents.device)
-        return gradient, None, None, observed(exponents, ctx.shift, places, torch), None
+        return gradient, None, None, observed(exponents, places, torch), None
 
 
-def _exponent(x: Tensor) -> Tensor:
-    """Return the exponent bits of the largest entry, a number of int32; 0 for an array without entries."""
-    return amax(x).float().view(torch.int32) >> MANTISSA_BITS
+def _exponent(x: Tensor, factor: int = 1) -> Tensor:
+    """Return the exponent bits of the largest entry over a factor, int32; 0 for an array without entries."""
+    return (amax(x).float() / factor).view(torch.int32) >> MANTISSA_BITS

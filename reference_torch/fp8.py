@@ -103,7 +103,7 @@ class Fp8Products(NamedTuple):
     def forward(self, x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
         """Return x @ weight.T in the type of x; there is no bias."""
         y = self._product(_rows(x), weight, INPUTS, WEIGHTS)
-        return y.to(x.dtype).view(*x.shape[:-1], len(weight))
+        return y.to(x.dtype).view(*x.shape[:-1], len(weight)).data  # recompute cannot free a view
 
     def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of x, in its shape and type, from that of the output."""

@@ -6,7 +6,7 @@ Mirrors ``jax_impl/modules.py``.
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from diptych.plans.amax_history import NAME, gradient_shift
+from diptych.plans.amax_history import NAME
 from diptych.plans.config import TransformerConfig
 from diptych.plans.fp8 import ProductRecipe, linear_recipe
 from diptych.plans.model.parameters import ParameterSpec, norm_spec, with_history
@@ -32,8 +32,8 @@ class Linear(nn.Module):
         self.fp8 = linear_recipe(config, name)
         history = with_history(config, name, specs).get(NAME)
         self.amax_history = None if history is None else parameter(config, f"{name}.{NAME}", history)
-        self.gradient_shift = 0
-        """See diptych.plans.amax_history.gradient_shift."""
+        self.gradient_factor = 1
+        """See set_gradient_factor."""
 
     def forward(self, x: Float[Tensor, "b t i"]) -> tuple[Float[Tensor, "b t o"], Tensor | None]:
         """Return x @ weight.T [B, T, O] and the bias [O] or None, which the caller adds."""
@@ -47,15 +47,15 @@ class Linear(nn.Module):
         """Return x @ weight.T [B, T, O] by products of 8-bit floats."""
         if self.amax_history is None:
             return fp8_linear(x, self.weight, recipe)
-        y = fp8_linear(x, self.weight, recipe, delayed_scales(self.amax_history, recipe, self.gradient_shift))
-        return observe(y, x, self.weight, self.amax_history, self.gradient_shift)
+        y = fp8_linear(x, self.weight, recipe, delayed_scales(self.amax_history, recipe, self.gradient_factor))
+        return observe(y, x, self.weight, self.amax_history, self.gradient_factor)
 
 
 def set_gradient_factor(module: nn.Module, factor: int) -> None:
     """Tell the linear maps of a module by how much the gradients of backward are larger than those of a step's loss."""
     for each in module.modules():
         if isinstance(each, Linear):
-            each.gradient_shift = gradient_shift(factor)
+            each.gradient_factor = factor
 
 
 class RMSNorm(nn.Module):

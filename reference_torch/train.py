@@ -220,9 +220,11 @@ class Trainer:
         if self._groups == ProcessGroups() and len(batch.tokens) != self.train_config.global_batch_size:
             self._expect_uses(1)
             set_gradient_factor(self.model, 1)
-            loss = forward_step(iter([Microbatch(batch, step, 0, True)]), self.model)[0]
-            loss.backward()
-            set_gradient_factor(self.model, self._gradient_factor)
+            try:
+                loss = forward_step(iter([Microbatch(batch, step, 0, True)]), self.model)[0]
+                loss.backward()
+            finally:
+                set_gradient_factor(self.model, self._gradient_factor)
         else:
             check_batch(batch, self.train_config)
             loss = self._run(self._microbatches(lambda size, first: batch.part(first, size), step))

@@ -36,12 +36,12 @@ LARGEST = st.sampled_from([0.0, 1e-42, np.nan, np.inf, 1.0, 2.0, float(np.nextaf
 )
 
 
-def scale_of(history: deque, quantization: fp8.Quantization, shift: int = 0) -> np.float32:
+def scale_of(history: deque, quantization: fp8.Quantization) -> np.float32:
     """The scale from a list of the largest entries of each step, without histories of exponents."""
     known = [amax for amax in history if np.isfinite(amax) and amax >= np.finfo(np.float32).tiny]
     if not known:
-        return np.float32(2.0**-shift)
-    bound = 2.0 ** (np.floor(np.log2(max(known))) + 1 + shift)
+        return np.float32(1)
+    bound = 2.0 ** (np.floor(np.log2(max(known))) + 1)
     return np.float32(np.clip(2.0 ** np.floor(np.log2(quantization.largest)) / bound, 2.0**-126, 2.0**126))
 
 
@@ -57,37 +57,37 @@ def test_scales_are_those_of_the_largest_entries_of_the_last_steps(steps):
     entries = [deque(maxlen=LENGTH) for _ in DELAYED]
     places = np.arange(plan.EXPONENTS)
     for microbatches in steps:
-        observed = sum(plan.observed(exponents_of(largest), 0, places) for largest in microbatches)
+        observed = sum(plan.observed(exponents_of(largest), places) for largest in microbatches)
         history = plan.advanced(history, observed, LENGTH)
         for each, column in zip(entries, zip(*microbatches, strict=True), strict=True):
             finite = [x for x in column if np.isfinite(x)]
             each.append(max(finite, default=0.0))
         expected = [scale_of(each, quantization) for each, quantization in zip(entries, DELAYED, strict=True)]
         for found in (
-            plan.scales(history, DELAYED),
-            in_torch.delayed_scales(torch.from_numpy(history), DELAYED, 0).numpy(),
-            np.asarray(in_jax.delayed_scales(jnp.asarray(history), DELAYED, 0)),
+            plan.scales(history, DELAYED, 3) * np.array([1, 1, 3], np.float32),
+            in_torch.delayed_scales(torch.from_numpy(history), DELAYED, 1).numpy(),
+            np.asarray(in_jax.delayed_scales(jnp.asarray(history), DELAYED, 1)),
         ):
             np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("shift", [0, 3])
-def test_backward_observes_the_exponents_of_the_three_arrays(shift):
+@pytest.mark.parametrize("factor", [1, 3, 8])
+def test_backward_observes_the_exponents_of_the_three_arrays(factor):
     x, w, g = normal(0, 3, 5, dtype=np.float32), normal(1, 4, 5, dtype=np.float32), normal(2, 3, 4, dtype=np.float32)
     history = np.zeros(plan.SHAPE, np.float32)
     history[0, 0, 0, 100] = 1
     y = x @ w.T
     of_history = torch.from_numpy(history).requires_grad_()
     of_y = torch.from_numpy(y).requires_grad_()
-    out = in_torch.observe(of_y, torch.from_numpy(x), torch.from_numpy(w), of_history, shift)
+    out = in_torch.observe(of_y, torch.from_numpy(x), torch.from_numpy(w), of_history, factor)
     out.backward(torch.from_numpy(g))
     theirs, pull_back = jax.vjp(
-        lambda y, h: in_jax.observe(y, jnp.asarray(x), jnp.asarray(w), h, shift), *map(jnp.asarray, (y, history))
+        lambda y, h: in_jax.observe(y, jnp.asarray(x), jnp.asarray(w), h, factor), *map(jnp.asarray, (y, history))
     )
     of_jax = pull_back(jnp.asarray(g))
     expected = np.zeros((3, 256))
-    for row, (array, moved) in enumerate(((x, 0), (w, 0), (g, shift))):
-        expected[row, 127 - moved + int(np.floor(np.log2(np.abs(array).max())))] = 1
+    for row, (array, over) in enumerate(((x, 1), (w, 1), (g, factor))):
+        expected[row, 127 + int(np.floor(np.log2(np.abs(array).max() / over)))] = 1
     assert of_history.grad is not None
     for found in (of_history.grad.numpy(), np.asarray(of_jax[1])):
         np.testing.assert_array_equal(found.reshape(3, 256), expected)
@@ -198,9 +198,9 @@ def test_a_history_that_advances_in_every_forward_is_noticed():
     """A seeded bug: a forward ages the history, so that a replay of recompute ages it again."""
     right = in_torch.observe
 
-    def aging(y, x, weight, history, shift):
+    def aging(y, x, weight, history, factor):
         history.data.copy_((history.data - 1).clamp(min=0))
-        return right(y, x, weight, history, shift)
+        return right(y, x, weight, history, factor)
 
     with mock.patch("reference_torch.modules.observe", aging), pytest.raises(AssertionError):
         assert_advances_once("torch")
@@ -270,3 +270,34 @@ def test_weights_begin_runs_with_other_histories(tmp_path):
         again.begin_with(path)
         for name, value in histories(trainer).items():
             np.testing.assert_array_equal(again.parameters()[name], value)
+
+
+@pytest.mark.parametrize("change", ["tokens", "exception"])
+def test_gradients_of_sums_are_those_of_means(change):
+    """A loss per token multiplies gradients by 28 tokens, and scales are divided by that, also after an exception."""
+    config = replace(SMALL, seq_length=7)
+    batch = tiny_corpus().batch(0, 4, 7)
+    found = []
+    for per_token in (False, True):
+        trainer = trainer_of("torch", replace(config, calculate_per_token_loss=per_token))
+        trainer.set_parameters(with_history(trainer.parameters()))
+        if change == "exception":
+            wrong = batch._replace(tokens=np.full_like(batch.tokens, 999)).part(0, 3)
+            with pytest.raises(IndexError):
+                trainer.loss_and_gradients(wrong)
+        gradients = trainer.loss_and_gradients(batch)[1]
+        trainer.train_step(0)
+        found.append((gradients, histories(trainer)))
+    (gradients, own), (summed, other) = found
+    assert max(relative_difference(summed[name], gradients[name]) for name in gradients) <= 1e-4
+    for name, value in own.items():
+        np.testing.assert_array_equal(value, other[name], name)
+
+
+def test_a_history_that_an_optimizer_has_updated_is_noticed():
+    for trainer, backend in zip(trainers(SMALL, TRAIN), ("torch", "jax"), strict=True):
+        weights = trainer.parameters()
+        trainer.set_parameters({n: x - 1e-3 if plan.is_history(x.shape) else x for n, x in weights.items()})
+        expected = NonFiniteLossError if backend == "jax" else ValueError
+        with pytest.raises(expected, match="give histories to HistoryAdamW" if backend == "torch" else "finite"):
+            trainer.train_step(0)

@@ -101,15 +101,34 @@ def fit_budget(
             assert bound is not None, "the memory of blocks is at most that of the whole model"
             return BudgetPlan(chosen, peak, found.seconds, bound.seconds)
         allowed -= peak - budget + budget // STEPS + 1
-    least = smallest(config, batch, length)
     raise ValueError(
-        f"activation_memory_budget: expected at least {least:,} bytes, which this model needs if every layer is "
-        f"recomputed, got {budget:,}; use smaller microbatches or shorter sequences"
+        f"activation_memory_budget: expected at least {_least(parts):,} bytes, which this model needs with most of its "
+        f"values recomputed, got {budget:,}; use smaller microbatches or shorter sequences"
     )
 
 
+def _least(parts: "_Parts") -> int:
+    """Return bytes within which there is a layout; 0.1% less may be too few."""
+    low, high = 0, smallest(parts.config, parts.batch, parts.length)
+    while high - low > high // 1000:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _solve(parts, middle, upper=True) else (middle, high)
+    return high + left_out(parts.length)
+
+
+def left_out(length: int) -> int:
+    """Return the bytes that a whole model may need beside its blocks: positions of ``length`` tokens, and the loss."""
+    return 8 * length + 8
+
+
 def smallest(config: TransformerConfig, batch: int, length: int | None = None) -> int:
-    """Return the bytes of the layout of equal blocks that needs the least memory; arguments as in fit_budget."""
+    """Return the bytes of whole layers recomputed in equal blocks, of the length that needs least.
+
+    Args:
+        config: as in fit_budget.
+        batch: sequences of a microbatch.
+        length: tokens of each sequence; None: config.seq_length.
+    """
     config = replace(config, **NO_RECOMPUTE)
     layers = range(config.num_layers)
     found = []

@@ -128,6 +128,11 @@ class PlanRequest:
 
     def _check_search(self) -> None:
         """Check the settings of a search; settings that the search decides must have their defaults."""
+        if self.ranks is not None and self.activation_memory_budget is not None:
+            raise ValueError(
+                "activation_memory_budget: expected None with memory_limit and ranks, which ask for a search, got "
+                f"{self.activation_memory_budget!r}; plan one of the configurations found"
+            )
         if self.ranks is None:
             for name in ("global_batch_size", "num_results"):
                 if getattr(self, name) != getattr(PlanRequest, name):

@@ -20,7 +20,10 @@ the step,
 A forward, a replay of recompute and a validation change nothing.
 
 Gradients are remembered as those of the mean loss of a step, whatever the number of ranks that take a mean of gradients
-after backward: the exponents that these ranks observe, and those of their scales, are shifted; see gradient_shift.
+after backward, or the number of tokens that they are divided by: what backward observes is divided by this factor, and
+so are the scales of gradients.
+
+A history with a negative entry, or one that is not finite, gives scales NaN: an optimizer has updated it as a weight.
 
 Reference: Micikevicius et al., arXiv 2209.05433, section 3.2, for scales from earlier steps. That the largest entries
 are known by their exponents, so that a maximum becomes a sum, is this project's choice.
@@ -62,29 +65,18 @@ def is_history(shape: tuple[int, ...]) -> bool:
     return tuple(shape) == SHAPE
 
 
-def gradient_shift(factor: int) -> int:
-    """Return the exponent of the power of two next to a factor.
-
-    Args:
-        factor: by how much the gradients of backward are larger than those of the mean loss of the step.
-    """
-    return round(math.log2(factor))
-
-
-def observed(exponents: Any, shift: int, places: Any, xp: Any = np) -> Any:
+def observed(exponents: Any, places: Any, xp: Any = np) -> Any:
     """Return 1 at the exponents of the largest entries of a map's arrays, and else 0: SHAPE, float32.
 
     An array of zeros (or numbers below 2^-126), or with an entry that is not finite, has no exponent.
 
     Args:
         exponents: bits of the exponents of inputs, weight and gradients. [3] integer
-        shift: see gradient_shift.
         places: numbers from 0 to EXPONENTS - 1.
         xp: numpy, jax.numpy or torch.
     """
-    shifted = xp.clip(xp.stack([exponents[0], exponents[1], exponents[2] - shift]), 1, EXPONENTS - 2)
     has_one = (exponents > 0) & (exponents < EXPONENTS - 1)
-    found = (places == shifted[:, None]) & has_one[:, None]
+    found = (places == exponents[:, None]) & has_one[:, None]
     return xp.where(found, 1.0, 0.0).reshape(SHAPE)
 
 
@@ -100,30 +92,35 @@ def advanced(history: Any, gradient: Any, length: int, xp: Any = np) -> Any:
     return xp.where(gradient != 0, xp.full_like(history, length), xp.clip(history - 1, 0, None))
 
 
-def scales(history: np.ndarray, recipe: ProductRecipe, shift: int = 0) -> np.ndarray:
+def scales(history: np.ndarray, recipe: ProductRecipe, factor: int = 1) -> np.ndarray:
     """Return the scales of inputs, weights and gradients, [3] float32.
 
     Args:
         history: history of a linear map. SHAPE
         recipe: how the map quantises.
-        shift: see gradient_shift.
+        factor: by how much the gradients of backward are larger than those of the mean loss of the step.
     """
+    if not is_valid(history):
+        return np.full(3, np.nan, np.float32)
     remembered = history.reshape(SHAPE[0], EXPONENTS) > 0
     largest = np.where(remembered, np.arange(EXPONENTS), 0).max(axis=1)
-    exponents = scale_exponents(largest, recipe, shift)
-    return (exponents.astype(np.int32) << MANTISSA_BITS).view(np.float32)
+    exponents = scale_exponents(largest, recipe)
+    return (exponents.astype(np.int32) << MANTISSA_BITS).view(np.float32) / np.array([1, 1, factor], np.float32)
 
 
-def scale_exponents(largest: Any, recipe: ProductRecipe, shift: int, xp: Any = np) -> Any:
+def is_valid(history: Any) -> Any:
+    """Return True if no entry of a history is negative, infinite or NaN."""
+    return ((history >= 0) & (history < float("inf"))).all()
+
+
+def scale_exponents(largest: Any, recipe: ProductRecipe, xp: Any = np) -> Any:
     """Return the exponents of the scales, as bits of a float32.
 
     Args:
         largest: largest remembered exponent of inputs, weights and gradients; 0: none. [3] integer
         recipe: how the map quantises.
-        shift: see gradient_shift.
         xp: numpy, jax.numpy or torch.
     """
     tops = [math.frexp(quantization.largest)[1] - 1 for quantization in recipe]
     each = [xp.where(e == 0, BIAS, top - 1 + 2 * BIAS - e) for top, e in zip(tops, largest, strict=True)]
-    each[2] = each[2] - shift
     return xp.clip(xp.stack(each), 1, 2 * BIAS - 1)  # both a scale and its inverse are normal numbers

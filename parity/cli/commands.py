@@ -18,6 +18,7 @@ from diptych.plans.checkpoint import list_checkpoints, with_definition, with_mod
 from diptych.plans.config import MODEL_RULES, DataConfig, TrainConfig, TransformerConfig
 from diptych.plans.families.folder import source_of
 from diptych.plans.families.presets import find_model
+from diptych.plans.recompute import NO_RECOMPUTE
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.csv import read_schedule
 
@@ -78,6 +79,12 @@ def with_configuration(command: Any, given: Collection[str]) -> Any:
     config = TransformerConfig(**vars(found))
     if command.activation_memory_budget is not None:
         budget = parse_bytes("activation_memory_budget", command.activation_memory_budget)
+        decided = [name for name, default in NO_RECOMPUTE.items() if getattr(config, name) != default]
+        if decided:
+            raise ValueError(
+                f"activation_memory_budget: expected None with {', '.join(decided)}, got "
+                f"{command.activation_memory_budget!r}, which chooses the recompute of every layer"
+            )
         config = fit_budget(config, command.sequences_at_once, budget, command.machine).config
     return replace(command, model=config, activation_memory_budget=None)
 
@@ -101,8 +108,8 @@ class TrainingRun:
     """Weights to begin with, from diptych import or a run: a checkpoint, or a folder whose newest one is read. They
     define the model: its settings need no flags. Beside them may be the model's own tokenizer. None: new weights."""
     activation_memory_budget: str | None = None
-    """Bytes of activations, temporary buffers and gradients of a microbatch, as in 2GiB: recompute as little as fits.
-    None: the recompute settings as they are. With replicas, give micro_batch_size."""
+    """Bytes of activations, temporary buffers and gradients of a step's first microbatch, as in 2GiB: recompute as
+    little as fits. None: the recompute settings as they are. With replicas, give micro_batch_size."""
     num_threads: int = 1
     """CPU threads of PyTorch; XLA uses all cores that the process may use."""
     log_interval: int = 20

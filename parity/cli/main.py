@@ -309,8 +309,8 @@ def _info(command: Info, console: Console) -> int:
     """Run ``diptych info`` and return the exit code."""
     checkpoint = read_checkpoint(command.checkpoint)
     parameters = split_arrays(checkpoint.arrays, MODEL)
-    count = sum(array.size for array in parameters.values() if not is_history(array.shape))
-    console.print(f"step {checkpoint.step}; {count:,} parameters in {len(parameters)} arrays; checksum right")
+    sizes = [array.size for array in parameters.values() if not is_history(array.shape)]
+    console.print(f"step {checkpoint.step}; {sum(sizes):,} parameters in {len(sizes)} arrays; checksum right")
     for part, settings in checkpoint.settings.items():
         line = f"{part}: " + ", ".join(f"{field} {value}" for field, value in settings.items())
         console.print(line, soft_wrap=True, markup=False)

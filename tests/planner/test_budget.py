@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.planner.budget import BlockCost, BudgetPlan, _Parts, _solve, fit_budget, smallest
+from diptych.planner.budget import BlockCost, BudgetPlan, _Parts, _solve, fit_budget, left_out, smallest
 from diptych.planner.memory import predict_memory
 from diptych.planner.search import RECOMPUTE
 from diptych.planner.step_time import Machine, StageTimes
@@ -58,11 +59,6 @@ def layouts(config: TransformerConfig) -> list[str]:
     return of(config.num_layers)
 
 
-def left_out(config: TransformerConfig) -> int:
-    """Bytes of the positions that recomputed layers save, and of the loss."""
-    return 8 * config.seq_length + 8
-
-
 def seconds_of(config: TransformerConfig, times: StageTimes) -> float:
     return times.of(config, BATCH)[0].recomputed
 
@@ -84,11 +80,14 @@ def test_no_layout_within_the_budget_recomputes_less(name):
         assert plan.peak == predict_memory(plan.config, BATCH).peak <= budget
         assert plan.seconds == pytest.approx(seconds_of(plan.config, times))
         best = seconds[peaks <= budget].min()
-        nearly = seconds[peaks <= budget - left_out(config)].min(initial=np.inf)
+        nearly = seconds[peaks <= budget - left_out(config.seq_length)].min(initial=np.inf)
         assert best - 1e-15 <= plan.seconds <= nearly + 1e-15, share
         assert plan.bound <= best + 1e-15
-    with pytest.raises(ValueError, match=r"activation_memory_budget: expected at least [\d,]+ bytes, .* got"):
+    with pytest.raises(ValueError, match=r"activation_memory_budget: expected at least [\d,]+ bytes, .* got") as error:
         fit_budget(config, BATCH, int(peaks.min() * 0.9))
+    least = int(re.sub(r"\D", "", str(error.value).split("bytes")[0]))
+    assert peaks.min() <= least <= 1.002 * peaks.min() + left_out(config.seq_length)
+    assert fit_budget(config, BATCH, least).peak <= least
 
 
 COSTS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([0.0, 1.0, 2.5, 4.0]))
@@ -171,7 +170,7 @@ def test_no_fixed_mode_is_better_at_equal_bytes(name):
     ]
     for mode in modes:
         fixed = replace(config, **mode)
-        plan = fit_budget(config, BATCH, predict_memory(fixed, BATCH).peak + left_out(config))
+        plan = fit_budget(config, BATCH, predict_memory(fixed, BATCH).peak + left_out(config.seq_length))
         assert plan.seconds <= seconds_of(fixed, times) + 1e-15, mode
 
 
@@ -191,7 +190,7 @@ def test_sums_of_blocks_are_those_of_the_whole_model():
                 saved += cost.saved
             peaks.append(saved + head)
             missing = predict_memory(made, BATCH).peak - max(peaks)
-            assert 0 <= missing <= left_out(config), made.recompute_layout
+            assert 0 <= missing <= left_out(config.seq_length), made.recompute_layout
 
 
 @pytest.mark.parametrize("name", ["attention", "mHC", "mixed"])

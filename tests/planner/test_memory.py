@@ -150,6 +150,16 @@ def test_fp8_within_two_percent(kind, dtype, recipe):
         assert prediction.peak == pytest.approx(peak, rel=0.02)
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_fp8_outputs_between_streams_are_freed(recipe):
+    """The output of an MLP without bias is that of its product, which recompute can free if it is no view."""
+    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "hidden_size": 96, "enable_hyper_connections": True}
+    config = replace(PLAIN, **fp8, recompute_granularity="selective", recompute_modules=("mlp",))
+    (saved, _), report = measured(config, 2)
+    assert "mlp_output" not in report
+    assert predict_memory(config, 2).saved == pytest.approx(saved, rel=1e-3)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_saved_bytes_with_dropout_within_a_thousandth(batch):
     """Dropout saves the numbers of its rows, which count where little else is saved."""
