@@ -8,11 +8,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
 from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of, check_scales
 from diptych.plans.model import operations
+from diptych_kernels.mesh_axes import vary
 from jax_impl.linear_products import LinearProducts, as_matrix, multiply
 from jax_impl.operands import operand
 
@@ -22,8 +23,30 @@ Scales = tuple[Array, Array] | None
 """Scales of two operands that come from earlier steps."""
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class SharingRanks:
+    """Ranks that have parts of the same arrays, and take one scale for all of them with the recipe ``current``."""
+
+    axes: tuple[str, ...] = ()
+    """Mesh axes of context- and tensor-parallel ranks."""
+
+    def largest(self, x: Array) -> Array:
+        """Return the maximum over the ranks, marked as different on each of them."""
+        return vary(lax.pmax(x, self.axes), self.axes) if self.axes else x
+
+
+ALONE = SharingRanks()
+"""One rank, which has whole arrays."""
+Kinds = tuple[Quantization, Quantization, SharingRanks]
+"""How the operands of a product are quantised, and the ranks that have other parts of them."""
+
+
 def quantize(
-    x: Float[Array, "n k"], quantization: Quantization, scale: Float[Array, ""] | None = None
+    x: Float[Array, "n k"],
+    quantization: Quantization,
+    scale: Float[Array, ""] | None = None,
+    ranks: SharingRanks = ALONE,
 ) -> tuple[Array, Float[Array, "a b"]]:
     """Quantise a matrix.
 
@@ -31,6 +54,7 @@ def quantize(
         x: the matrix. [N, K]
         quantization: type and blocks.
         scale: scale of the array, if it comes from earlier steps.
+        ranks: ranks that have other parts of an array with one scale.
 
     Returns:
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
@@ -42,7 +66,8 @@ def quantize(
         assert scale is not None, "the scale of a delayed recipe is an argument"
         scales = jnp.where(jnp.isfinite(amax(wide)), scale, jnp.nan).reshape(1, 1)
     else:
-        scales = _scales(_maxima(wide, quantization), quantization)
+        maxima = _maxima(wide, quantization)
+        scales = _scales(ranks.largest(maxima) if quantization.block is None else maxima, quantization)
     scaled = wide * _spread(scales, wide.shape, quantization)
     clipped = jnp.where(jnp.isnan(scaled), scaled, jnp.clip(scaled, -largest, largest))
     return clipped.astype(quantization.dtype), 1 / scales
@@ -63,6 +88,7 @@ def fp8_linear(
     weight: Float[Array, "o i"],
     recipe: ProductRecipe,
     scales: Float[Array, "3"] | None = None,
+    ranks: SharingRanks = ALONE,
 ) -> Float[Array, "*b o"]:
     """Return x @ weight.T by products of 8-bit floats, forward and backward.
 
@@ -74,6 +100,7 @@ def fp8_linear(
         recipe: how the arrays are quantised.
         scales: with a delayed recipe, the scales of x, weight and the gradient of the output; see
             amax_history.delayed_scales. [3] float32
+        ranks: ranks that have other parts of x, weight and output.
 
     Returns:
         [..., O] in the type of x.
@@ -84,7 +111,7 @@ def fp8_linear(
     """
     operations.check_linear(operand("x", x), operand("weight", weight), None)
     check_scales(recipe, None if scales is None else operand("scales", scales))
-    return multiply(Fp8Products(recipe), x, weight, scales)
+    return multiply(Fp8Products(recipe, ranks), x, weight, scales)
 
 
 @dataclass(frozen=True)
@@ -92,6 +119,8 @@ class Fp8Products(LinearProducts):
     """The products of fp8_linear and of its gradients."""
 
     recipe: ProductRecipe
+    ranks: SharingRanks = ALONE
+    """Ranks that have other parts of the arrays."""
 
     def __call__(self, x: Array, weight: Array, scales: Array | None = None) -> Array:
         """Return x @ weight.T in the type of x, differentiably."""
@@ -99,22 +128,22 @@ class Fp8Products(LinearProducts):
 
     def input_gradient(self, x: Array, weight: Array, gradient: Array, scales: Array | None = None) -> Array:
         """Return the gradient of x, in its shape and type, from that of the output."""
-        d_x = _product_once(as_matrix(gradient), weight.T, *self._as(GRADIENTS, WEIGHTS, scales))
+        d_x = _product_once(as_matrix(gradient), weight.T, *self.kinds(GRADIENTS, WEIGHTS, scales))
         return d_x.astype(x.dtype).reshape(x.shape)
 
     def weight_gradient(self, x: Array, gradient: Array, scales: Array | None = None) -> Array:
         """Return the gradient [O, I] float32 of the weight, from the input and the gradient of the output."""
-        return _product_once(as_matrix(gradient).T, as_matrix(x).T, *self._as(GRADIENTS, INPUTS, scales))
+        return _product_once(as_matrix(gradient).T, as_matrix(x).T, *self.kinds(GRADIENTS, INPUTS, scales))
 
-    def _as(self, a: int, b: int, scales: Array | None) -> tuple[Scales, Quantization, Quantization]:
-        """Return the scales and the quantisation of operands that are inputs, weights or gradients."""
-        return None if scales is None else (scales[a], scales[b]), self.recipe[a], self.recipe[b]
+    def kinds(self, a: int, b: int, scales: Array | None) -> tuple[Scales, Kinds]:
+        """Return the scales of operands that are inputs, weights or gradients, and how they are quantised."""
+        return None if scales is None else (scales[a], scales[b]), (self.recipe[a], self.recipe[b], self.ranks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(products: Fp8Products, x: Array, weight: Array, scales: Array | None) -> Array:
     """Return the product of fp8_linear."""
-    y = _product(as_matrix(x), weight, *products._as(INPUTS, WEIGHTS, scales))
+    y = _product(as_matrix(x), weight, *products.kinds(INPUTS, WEIGHTS, scales))
     return y.astype(x.dtype).reshape(*x.shape[:-1], len(weight))
 
 
@@ -137,22 +166,23 @@ def _backward(products: Fp8Products, saved: Saved, gradient: Array) -> tuple[Arr
 _linear.defvjp(_forward, _backward)
 
 
-def _product(a: Array, b: Array, scales: Scales, of_a: Quantization, of_b: Quantization) -> Array:
+def _product(a: Array, b: Array, scales: Scales, kinds: Kinds) -> Array:
     """Return a @ b.T [N, O] float32 of matrices [N, K] and [O, K], quantised."""
     scale_a, scale_b = scales or (None, None)
+    of_a, of_b, ranks = kinds
     operands = ((a, of_a, scale_a), (b, of_b, scale_b))
-    a, b = (dequantize(*quantize(x, quantization, scale), quantization) for x, quantization, scale in operands)
+    a, b = (dequantize(*quantize(x, kind, scale, ranks), kind) for x, kind, scale in operands)
     return a @ b.T
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-def _product_once(a: Array, b: Array, scales: Scales, of_a: Quantization, of_b: Quantization) -> Array:
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _product_once(a: Array, b: Array, scales: Scales, kinds: Kinds) -> Array:
     """Return _product of a gradient, whose derivative raises an error."""
-    return _product(a, b, scales, of_a, of_b)
+    return _product(a, b, scales, kinds)
 
 
 @_product_once.defjvp
-def _no_second_derivative(of_a: Quantization, of_b: Quantization, primals: tuple, tangents: tuple) -> tuple:
+def _no_second_derivative(kinds: Kinds, primals: tuple, tangents: tuple) -> tuple:
     """Raise the error of second derivatives."""
     raise RuntimeError(
         "fp8_linear: expected to be differentiated once, got a derivative of its gradient; leave fp8 out"

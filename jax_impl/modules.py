@@ -12,7 +12,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.fp8 import ProductRecipe, linear_recipe
 from diptych.plans.model.parameters import ParameterSpec, norm_spec, with_history
 from jax_impl.amax_history import delayed_scales, observe
-from jax_impl.fp8 import fp8_linear
+from jax_impl.fp8 import ALONE, SharingRanks, fp8_linear
 from jax_impl.ops import add_bias, linear, parameter
 from jax_impl.tensor_parallel import WHOLE, TensorParallel
 
@@ -34,6 +34,8 @@ class Linear(nnx.Module):
         self.amax_history = None if history is None else parameter(config, f"{name}.{NAME}", history)
         self.gradient_factor = 1
         """See set_gradient_factor."""
+        self.sharing_ranks = ALONE
+        """See set_sharing_ranks."""
 
     def __call__(self, x: Float[Array, "b t i"]) -> tuple[Float[Array, "b t o"], Array | None]:
         """Return x @ weight.T [B, T, O] and the bias [O] or None, which the caller adds."""
@@ -47,7 +49,7 @@ class Linear(nnx.Module):
     def _in_fp8(self, x: Float[Array, "b t i"], weight: Array, recipe: ProductRecipe) -> Float[Array, "b t o"]:
         """Return x @ weight.T [B, T, O] by products of 8-bit floats."""
         if self.amax_history is None:
-            return fp8_linear(x, weight, recipe)
+            return fp8_linear(x, weight, recipe, ranks=self.sharing_ranks)
         history = self.amax_history[...]
         return observe(
             fp8_linear(x, weight, recipe, delayed_scales(history, recipe, self.gradient_factor)),
@@ -63,6 +65,13 @@ def set_gradient_factor(module: nnx.Module, factor: int) -> None:
     for _, each in nnx.iter_graph(module):
         if isinstance(each, Linear):
             each.gradient_factor = factor
+
+
+def set_sharing_ranks(module: nnx.Module, ranks: SharingRanks) -> None:
+    """Tell the linear maps of a module which ranks have other parts of their arrays."""
+    for _, each in nnx.iter_graph(module):
+        if isinstance(each, Linear):
+            each.sharing_ranks = ranks
 
 
 class RMSNorm(nnx.Module):

@@ -7,22 +7,48 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of, check_scales
 from diptych.plans.model import operations
 from reference_torch.autograd import differentiable_once, refuse_transformed, without_autocast
+from reference_torch.groups import wait_for
 from reference_torch.operands import operand
 
 INPUTS, WEIGHTS, GRADIENTS = range(3)
 """Places of a recipe and of scales."""
 
 
+class SharingRanks(NamedTuple):
+    """Ranks that have parts of the same arrays, and take one scale for all of them with the recipe ``current``."""
+
+    groups: tuple[ProcessGroup, ...] = ()
+    """Context- and tensor-parallel ranks; every rank quantises the same arrays in the same order."""
+    timeout: float = 600.0
+    """Seconds to wait for the other ranks."""
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Replace a tensor by its maximum over the ranks, and return it."""
+        for group in self.groups:
+            work = dist.all_reduce(x, dist.ReduceOp.MAX, group=group, async_op=True)
+            wait_for(work, "the largest entry of an array in FP8", self.timeout)
+        return x
+
+
+ALONE = SharingRanks()
+"""One rank, which has whole arrays."""
+
+
 def quantize(
-    x: Float[Tensor, "n k"], quantization: Quantization, scale: Float[Tensor, ""] | None = None
+    x: Float[Tensor, "n k"],
+    quantization: Quantization,
+    scale: Float[Tensor, ""] | None = None,
+    ranks: SharingRanks = ALONE,
 ) -> tuple[Tensor, Float[Tensor, "a b"]]:
     """Quantise a matrix.
 
@@ -30,6 +56,7 @@ def quantize(
         x: the matrix. [N, K]
         quantization: type and blocks.
         scale: scale of the array, if it comes from earlier steps.
+        ranks: ranks that have other parts of an array with one scale.
 
     Returns:
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
@@ -41,7 +68,8 @@ def quantize(
         assert scale is not None, "the scale of a delayed recipe is an argument"
         scales = scale.where(amax(wide).isfinite(), float("nan")).view(1, 1)
     else:
-        scales = _scales(_maxima(wide, quantization), quantization)
+        maxima = _maxima(wide, quantization)
+        scales = _scales(ranks.largest(maxima) if quantization.block is None else maxima, quantization)
     clipped = (wide * _spread(scales, wide.shape, quantization)).clamp_(-largest, largest)
     return clipped.to(getattr(torch, quantization.dtype)), 1 / scales
 
@@ -64,6 +92,7 @@ def fp8_linear(
     weight: Float[Tensor, "o i"],
     recipe: ProductRecipe,
     scales: Float[Tensor, "3"] | None = None,
+    ranks: SharingRanks = ALONE,
 ) -> Float[Tensor, "*b o"]:
     """Return x @ weight.T by products of 8-bit floats, forward and backward.
 
@@ -75,6 +104,7 @@ def fp8_linear(
         recipe: how the arrays are quantised.
         scales: with a delayed recipe, the scales of x, weight and the gradient of the output; see
             amax_history.delayed_scales. [3] float32
+        ranks: ranks that have other parts of x, weight and output.
 
     Returns:
         [..., O] in the type of x.
@@ -84,11 +114,11 @@ def fp8_linear(
         NotImplementedError: torch.func transforms an argument.
     """
     if has_torch_function((x, weight)):  # such as the mode that defers gradients of weights
-        return handle_torch_function(fp8_linear, (x, weight), x, weight, recipe, scales)
+        return handle_torch_function(fp8_linear, (x, weight), x, weight, recipe, scales, ranks)
     operations.check_linear(operand("x", x), operand("weight", weight), None)
     check_scales(recipe, None if scales is None else operand("scales", scales))
     refuse_transformed("fp8_linear", "leave fp8 out", x, weight)
-    return _Fp8Linear.apply(x, weight, Fp8Products(recipe, weight.dtype, scales))
+    return _Fp8Linear.apply(x, weight, Fp8Products(recipe, weight.dtype, scales, ranks))
 
 
 class Fp8Products(NamedTuple):
@@ -99,6 +129,8 @@ class Fp8Products(NamedTuple):
     """Type of the weight and of its gradient."""
     scales: Tensor | None = None
     """Scales of inputs, weights and gradients with a delayed recipe. [3] float32"""
+    ranks: SharingRanks = ALONE
+    """Ranks that have other parts of the arrays."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
         """Return x @ weight.T in the type of x; there is no bias."""
@@ -124,7 +156,7 @@ class Fp8Products(NamedTuple):
     def _quantised(self, x: Tensor, number: int) -> Tensor:
         """Return the numbers float32 that a quantised matrix stands for."""
         scale = None if self.scales is None else self.scales[number]
-        return dequantize(*quantize(x, self.recipe[number], scale), self.recipe[number])
+        return dequantize(*quantize(x, self.recipe[number], scale, self.ranks), self.recipe[number])
 
 
 def _rows(x: Tensor) -> Tensor:

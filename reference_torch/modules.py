@@ -11,7 +11,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.fp8 import ProductRecipe, linear_recipe
 from diptych.plans.model.parameters import ParameterSpec, norm_spec, with_history
 from reference_torch.amax_history import delayed_scales, observe
-from reference_torch.fp8 import fp8_linear
+from reference_torch.fp8 import ALONE, SharingRanks, fp8_linear
 from reference_torch.ops import add_bias, linear, parameter
 from reference_torch.tensor_parallel import WHOLE, TensorParallel
 
@@ -34,6 +34,8 @@ class Linear(nn.Module):
         self.amax_history = None if history is None else parameter(config, f"{name}.{NAME}", history)
         self.gradient_factor = 1
         """See set_gradient_factor."""
+        self.sharing_ranks = ALONE
+        """See set_sharing_ranks."""
 
     def forward(self, x: Float[Tensor, "b t i"]) -> tuple[Float[Tensor, "b t o"], Tensor | None]:
         """Return x @ weight.T [B, T, O] and the bias [O] or None, which the caller adds."""
@@ -46,7 +48,7 @@ class Linear(nn.Module):
     def _in_fp8(self, x: Float[Tensor, "b t i"], recipe: ProductRecipe) -> Float[Tensor, "b t o"]:
         """Return x @ weight.T [B, T, O] by products of 8-bit floats."""
         if self.amax_history is None:
-            return fp8_linear(x, self.weight, recipe)
+            return fp8_linear(x, self.weight, recipe, ranks=self.sharing_ranks)
         y = fp8_linear(x, self.weight, recipe, delayed_scales(self.amax_history, recipe, self.gradient_factor))
         return observe(y, x, self.weight, self.amax_history, self.gradient_factor)
 
@@ -56,6 +58,13 @@ def set_gradient_factor(module: nn.Module, factor: int) -> None:
     for each in module.modules():
         if isinstance(each, Linear):
             each.gradient_factor = factor
+
+
+def set_sharing_ranks(module: nn.Module, ranks: SharingRanks) -> None:
+    """Tell the linear maps of a module which ranks have other parts of their arrays."""
+    for each in module.modules():
+        if isinstance(each, Linear):
+            each.sharing_ranks = ranks
 
 
 class RMSNorm(nn.Module):

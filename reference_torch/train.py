@@ -51,6 +51,7 @@ from diptych.plans.training import (
     microbatches,
 )
 from reference_torch.distributed_optimizer import DistributedAdamW, norms_of_shares
+from reference_torch.fp8 import SharingRanks
 from reference_torch.groups import (
     ProcessGroups,
     axis_size,
@@ -62,7 +63,7 @@ from reference_torch.groups import (
     sum_over,
 )
 from reference_torch.history_adamw import HistoryAdamW
-from reference_torch.modules import set_gradient_factor
+from reference_torch.modules import set_gradient_factor, set_sharing_ranks
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pipeline import get_forward_backward_func, get_model
 from reference_torch.saving import export_arrays, export_parameters, import_arrays, import_parameters
@@ -122,6 +123,8 @@ class Trainer:
             self._import_initial_values()
         for stage in self.stages:
             set_gradient_factor(stage, self._gradient_factor)
+            sharing = tuple(group for group in (tp, self._groups.cp) if group is not None)
+            set_sharing_ranks(stage, SharingRanks(sharing, config.pipeline_timeout))
         self.model = self.stages[0]
         self.offload = offload_layers(self.stages, config)
         self._optimizer = self._make_optimizer([parameter for stage in self.stages for parameter in stage.parameters()])

@@ -50,13 +50,9 @@ BROKEN = {
         {"fp8": "hybrid", "layer_pattern": "attention,attention+moe", "num_moe_experts": 4},
         r"fp8: expected None with moe in layer_pattern='attention,attention\+moe', .* got 'hybrid'",
     ),
-    (TransformerConfig, "fp8_recipe current needs tensor_model_parallel_size 1"): (
-        {"fp8": "hybrid", "tensor_model_parallel_size": 2},
-        r"fp8_recipe: expected 'delayed' or 'blockwise' with tensor_model_parallel_size=2, got 'current'",
-    ),
-    (TransformerConfig, "fp8_recipe current needs context_parallel_size 1"): (
-        {"fp8": "hybrid", "context_parallel_size": 2},
-        r"fp8_recipe: expected 'delayed' or 'blockwise' with context_parallel_size=2, got 'current'",
+    (TransformerConfig, "fp8_recipe current needs ranks in step"): (
+        {"fp8": "hybrid", "context_parallel_size": 2, "cp_exchange": "pipelined"},
+        r"fp8_recipe: expected 'delayed' or 'blockwise' with cp_exchange='pipelined', got 'current'",
     ),
     (TransformerConfig, "kernels support few streams"): (
         {"impl": "triton", "num_residual_streams": 9, "enable_hyper_connections": True},

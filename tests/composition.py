@@ -252,7 +252,7 @@ REFUSED = {
         *("experts in groups", "Kimi Linear"),  # have a load-balancing loss
     ),
     "Kimi Linear": ("normed heads",),  # turn channels
-    "FP8": ("context", "tensor", "experts", "experts in groups", "Kimi Linear"),
+    "FP8": ("context ranks, pipelined", "experts", "experts in groups", "Kimi Linear"),
     **dict.fromkeys(("FP8 in blocks", "FP8, delayed"), ("experts", "experts in groups", "Kimi Linear")),
 }
 """Dimensions and features that are rejected together with a feature."""
@@ -340,8 +340,9 @@ OF_FAMILIES = [
 WITH_FP8 = [
     ("FP8, delayed", "tensor-parallel ranks, tokens", "context ranks", "1f1b"),
     ("FP8, delayed", "replicas", "distributed optimizer", "zb-h1", "recompute core_attn + mlp", "parameters offloaded"),
+    ("FP8", "tensor-parallel ranks, tokens", "context ranks", "zb-h1", "recompute core_attn + mlp"),
 ]
-"""Features of compositions that share the histories of scales among ranks."""
+"""Features of compositions that share scales, or histories of them, among ranks."""
 
 
 def blocks_on_ranks() -> Composition:

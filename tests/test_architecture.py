@@ -38,7 +38,7 @@ MAY_IMPORT = {
 MODULES = {
     "autograd": set(),
     "linear_products": set(),
-    "fp8": {"autograd", "linear_products", "operands"},
+    "fp8": {"autograd", "groups", "linear_products", "operands"},
     "amax_history": {"autograd", "fp8"},
     "history_adamw": set(),
     "history_updates": set(),
@@ -117,6 +117,7 @@ MODULES = {
         "distributed_optimizer",
         "history_adamw",
         "history_updates",
+        "fp8",
         "modules",
         "ops",
         "transformer",

@@ -45,8 +45,9 @@ from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.partition import layers_by_stage
 from diptych.plans.tensor_parallel import join_parts, rank_config, rank_part, share_counted
 from jax_impl.context_parallel import build_cp_context
+from jax_impl.fp8 import SharingRanks
 from jax_impl.linear_products import LinearTap, LinearTaps
-from jax_impl.modules import set_gradient_factor
+from jax_impl.modules import set_gradient_factor, set_sharing_ranks
 from jax_impl.offload import single_pass, without_offload
 from jax_impl.pipeline.programs import CONTEXT_AXIS, TENSOR_AXIS, StagedParameters, Task
 from jax_impl.recompute import recompute_policy
@@ -420,6 +421,7 @@ def divide_model(
     size = config.tensor_model_parallel_size
     ranks = TensorParallel(TENSOR_AXIS, size, config.sequence_parallel) if size > 1 else TensorParallel()
     specs = parameter_specs(undivided(config))
+    sharing = _sharing_ranks(config)
     config = rank_config(config)
     kinds = tuple(dict.fromkeys(config.layer(number) for number in range(config.num_layers)))
     # Kernels take the layer number of a dropout mask as a constant, so every stage needs its own program.
@@ -445,6 +447,7 @@ def divide_model(
         if key not in programs:
             module = nnx.eval_shape(lambda e=ends, v=vp_stage, r=rank: model_class(config, *e, vp_stage=v, pp_rank=r))
             set_gradient_factor(module, gradient_factor)
+            set_sharing_ranks(module, sharing)
             graph, state = nnx.split(module, nnx.Param)
             indices = tuple(StackIndex(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers))
             numbers = tuple(range(first, first + count))
@@ -459,6 +462,12 @@ def divide_model(
         first_layers.append(first)
     placed = tuple(placement), tuple(programs.values()), tuple(program_of), tuple(first_layers)
     return Stages(config, ranks, specs, kinds, *placed)
+
+
+def _sharing_ranks(config: TransformerConfig) -> SharingRanks:
+    """Return the axes of ranks that have parts of the arrays of one microbatch."""
+    sizes = {TENSOR_AXIS: config.tensor_model_parallel_size, CONTEXT_AXIS: config.context_parallel_size}
+    return SharingRanks(tuple(axis for axis, size in sizes.items() if size > 1))
 
 
 def names_of(state: nnx.State) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from diptych.plans.fp8 import ProductRecipe
 from diptych.plans.schedule.messages import PipelineError
-from reference_torch.fp8 import Fp8Products, fp8_linear
+from reference_torch.fp8 import ALONE, Fp8Products, SharingRanks, fp8_linear
 
 
 class DeferredWeightGradients(TorchFunctionMode):
@@ -254,8 +254,10 @@ def _convolution(apply: Callable[..., Tensor], dimensions: int) -> Callable[...,
     return read
 
 
-def _fp8_linear(x: Tensor, weight: Tensor, recipe: ProductRecipe, scales: Tensor | None = None) -> _Operation:
-    return x, weight, None, Fp8Products(recipe, weight.dtype, scales)
+def _fp8_linear(
+    x: Tensor, weight: Tensor, recipe: ProductRecipe, scales: Tensor | None = None, ranks: SharingRanks = ALONE
+) -> _Operation:
+    return x, weight, None, Fp8Products(recipe, weight.dtype, scales, ranks)
 
 
 _READERS: dict[Any, Callable[..., _Operation]] = {

@@ -114,8 +114,8 @@ def test_a_pipeline_whose_first_rank_has_no_layers_is_planned_with_offload(capsy
             "change --num-microbatches or --microbatch-group-size-per-vp-stage",
         ),
         (
-            "plan --fp8 hybrid --context-parallel-size 2",
-            "--fp8-recipe: expected 'delayed' or 'blockwise' with --context-parallel-size=2",
+            "plan --fp8 hybrid --context-parallel-size 2 --cp-exchange pipelined",
+            "--fp8-recipe: expected 'delayed' or 'blockwise' with --cp-exchange='pipelined'",
         ),
     ],
 )

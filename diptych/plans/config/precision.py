@@ -5,6 +5,7 @@ from typing import Any
 
 from diptych.plans.config.experts import has_experts
 from diptych.plans.config.rules import Rule, choice, count
+from diptych.plans.context.exchange import PIPELINED
 
 KEPT_IN_FLOAT32 = {
     "parameters": "weights, their gradients and both moments of the optimizer; a weight is rounded where it is used",
@@ -35,18 +36,6 @@ def in_dtype(config: Any, dtype: str) -> Any:
     """
     params_dtype = "float64" if dtype == "float64" else "float32"
     return replace(config, params_dtype=params_dtype, bf16=dtype == "bfloat16", **NO_FP8)
-
-
-def _whole_arrays(name: str) -> Rule:
-    """Build the rule that no rank has only a part of an array with one scale from its own largest entry."""
-    return Rule(
-        f"fp8_recipe current needs {name} 1",
-        lambda c: c.fp8 is None or c.fp8_recipe != "current" or getattr(c, name) == 1,
-        lambda c: (
-            f"fp8_recipe: expected 'delayed' or 'blockwise' with {name}={getattr(c, name)}, got 'current', with which "
-            "each rank would scale its own part of an array"
-        ),
-    )
 
 
 FP8_RULES: tuple[Rule, ...] = (
@@ -86,6 +75,14 @@ FP8_RULES: tuple[Rule, ...] = (
             f"quantised, got {c.fp8!r}"
         ),
     ),
-    _whole_arrays("tensor_model_parallel_size"),
-    _whole_arrays("context_parallel_size"),
+    Rule(
+        "fp8_recipe current needs ranks in step",
+        lambda c: (
+            c.fp8 is None or c.fp8_recipe != "current" or c.context_parallel_size == 1 or c.cp_exchange != PIPELINED
+        ),
+        lambda c: (
+            f"fp8_recipe: expected 'delayed' or 'blockwise' with cp_exchange={PIPELINED!r}, got 'current', for which "
+            "context ranks would wait for each other in every product"
+        ),
+    ),
 )
