@@ -425,9 +425,8 @@ def divide_model(
     config = rank_config(config)
     kinds = tuple(dict.fromkeys(config.layer(number) for number in range(config.num_layers)))
     # Kernels take the layer number of a dropout mask as a constant, so every stage needs its own program.
-    has_constant_numbers = (
-        training and config.hidden_dropout > 0.0 and uses_kernels(config.impl, jax.default_backend() == "gpu")
-    )
+    in_kernels = uses_kernels(config.impl, jax.default_backend() == "gpu")
+    has_constant_numbers = training and config.hidden_dropout > 0.0 and in_kernels
     offloads = config.enable_tensor_offload
     programs: dict[Any, Program] = {}
     placement = []
