@@ -70,7 +70,7 @@ def set_gradient_factor(module: nnx.Module, factor: int) -> None:
 def set_sharing_ranks(module: nnx.Module, ranks: SharingRanks) -> None:
     """Tell the linear maps of a module which ranks have other parts of their arrays."""
     for _, each in nnx.iter_graph(module):
-        if isinstance(each, Linear):
+        if isinstance(each, Linear) and each.fp8 is not None:
             each.sharing_ranks = ranks
 
 

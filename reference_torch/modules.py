@@ -63,7 +63,7 @@ def set_gradient_factor(module: nn.Module, factor: int) -> None:
 def set_sharing_ranks(module: nn.Module, ranks: SharingRanks) -> None:
     """Tell the linear maps of a module which ranks have other parts of their arrays."""
     for each in module.modules():
-        if isinstance(each, Linear):
+        if isinstance(each, Linear) and each.fp8 is not None:
             each.sharing_ranks = ranks
 
 

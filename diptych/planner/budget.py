@@ -40,8 +40,8 @@ STEPS = 2**14
 class BlockCost(NamedTuple):
     """Memory and time of a block."""
 
-    blocks: tuple[RecomputeBlock, ...]
-    """The recompute, of layers from 0 on."""
+    block: RecomputeBlock
+    """The recompute of its layers, or of equal ones."""
     saved: int
     """Bytes saved for backward, with the block's input."""
     peak: int
@@ -63,9 +63,7 @@ class BudgetPlan(NamedTuple):
     """Seconds that every layout within the budget needs at least."""
 
 
-def fit_budget(
-    config: TransformerConfig, batch: int, budget: int, machine: Machine | None = None, length: int | None = None
-) -> BudgetPlan:
+def fit_budget(config: TransformerConfig, batch: int, budget: int, machine: Machine | None = None) -> BudgetPlan:
     """Return the layout of recompute with the least recomputation whose memory is within a budget.
 
     Args:
@@ -75,7 +73,6 @@ def fit_budget(
         budget: bytes of a forward and backward above parameters and batch: activations, temporary buffers, and the
             gradients of parameters that exist by then; see diptych.planner.memory.predict_memory.
         machine: rates of the machine; None: the defaults of Machine.
-        length: tokens of each sequence; None: config.seq_length.
 
     Raises:
         ValueError: no layout is within the budget, and the message says how much the smallest needs; or the model has
@@ -88,14 +85,14 @@ def fit_budget(
                 "recompute_layout yourself"
             )
     config = replace(config, **NO_RECOMPUTE)
-    parts = _Parts(config, batch, machine or Machine(), length or config.seq_length)
+    parts = _Parts(config, batch, machine or Machine())
     allowed = budget
     for _ in range(8):
         found = _solve(parts, allowed, upper=True)
         if found is None:
             break
         chosen = replace(config, recompute_layout=format_layout(found.blocks))
-        peak = predict_memory(chosen, batch, length).peak
+        peak = predict_memory(chosen, batch).peak
         if peak <= budget:
             bound = _solve(parts, budget, upper=False)
             assert bound is not None, "the memory of blocks is at most that of the whole model"
@@ -109,10 +106,14 @@ def fit_budget(
 
 def _least(parts: "_Parts") -> int:
     """Return bytes within which there is a layout; 0.1% less may be too few."""
-    low, high = 0, smallest(parts.config, parts.batch, parts.length)
+    low = 0
+    high = smallest(parts.config, parts.batch)
     while high - low > high // 1000:
         middle = (low + high) // 2
-        low, high = (low, middle) if _solve(parts, middle, upper=True) else (middle, high)
+        if _solve(parts, middle, upper=True) is None:
+            low = middle
+        else:
+            high = middle
     return high + left_out(parts.length)
 
 
@@ -121,13 +122,12 @@ def left_out(length: int) -> int:
     return 8 * length + 8
 
 
-def smallest(config: TransformerConfig, batch: int, length: int | None = None) -> int:
+def smallest(config: TransformerConfig, batch: int) -> int:
     """Return the bytes of whole layers recomputed in equal blocks, of the length that needs least.
 
     Args:
         config: as in fit_budget.
         batch: sequences of a microbatch.
-        length: tokens of each sequence; None: config.seq_length.
     """
     config = replace(config, **NO_RECOMPUTE)
     layers = range(config.num_layers)
@@ -135,17 +135,17 @@ def smallest(config: TransformerConfig, batch: int, length: int | None = None) -
     for size in (size for size in LENGTHS if size <= config.num_layers and config.num_layers % size in (0, *LENGTHS)):
         blocks = [RecomputeBlock("full", tuple(layers[i : i + size])) for i in range(0, config.num_layers, size)]
         layout = replace(config, recompute_layout=format_layout(blocks))
-        found.append(predict_memory(layout, batch, length).peak)
+        found.append(predict_memory(layout, batch).peak)
     return min(found)
 
 
 class _Parts:
     """Costs of the parts of a model; equal blocks are simulated once."""
 
-    def __init__(self, config: TransformerConfig, batch: int, machine: Machine, length: int) -> None:
+    def __init__(self, config: TransformerConfig, batch: int, machine: Machine) -> None:
         self.config = config
         self.batch = batch
-        self.length = length
+        self.length = config.seq_length
         self._times = StageTimes(machine)
         self._settings = [config.layer(number) for number in range(config.num_layers)]
         self._found: dict[object, list[BlockCost]] = {}
@@ -182,7 +182,7 @@ class _Parts:
         simulation.run(begin, layers, [block], [Node([x], [])])
         settings = tuple(self._settings[first : first + size])
         seconds = self._times.of_block(self.config, settings, block, self.batch).recomputed
-        return BlockCost((block,), sum(simulation.saved_by_name.values()), simulation.peak, seconds)
+        return BlockCost(block, sum(simulation.saved_by_name.values()), simulation.peak, seconds)
 
     @cached_property
     def gradients(self) -> list[int]:
@@ -261,10 +261,10 @@ def _solve(parts: _Parts, budget: int, upper: bool) -> _Solution | None:
     while end:
         front = fronts[end]
         begin, cost = endings[end][front.step[place]]
-        layers = tuple(range(begin, end))
-        chosen = [*(block._replace(layers=layers) for block in cost.blocks), *chosen]
-        end, place = begin, int(front.before[place])
-    return _Solution(chosen, seconds)
+        chosen.append(cost.block._replace(layers=tuple(range(begin, end))))
+        place = int(front.before[place])
+        end = begin
+    return _Solution(chosen[::-1], seconds)
 
 
 def _joined(

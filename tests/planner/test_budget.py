@@ -100,7 +100,7 @@ def test_any_costs_of_blocks_are_solved(data, count, budget):
     """Against all sequences of blocks of one, two or three layers."""
     drawn = {
         (first, size): [
-            BlockCost((RecomputeBlock("none", ()),), saved, saved + more, seconds)
+            BlockCost(RecomputeBlock("none", ()), saved, saved + more, seconds)
             for saved, more, seconds in data.draw(st.lists(COSTS, min_size=1, max_size=3))
         ]
         for size in (1, 2, 3)
@@ -179,7 +179,7 @@ def test_sums_of_blocks_are_those_of_the_whole_model():
     chosen = random.Random(0)
     for config in MODELS.values():
         config = replace(config, num_layers=4, hidden_size=128, ffn_hidden_size=256, seq_length=128)
-        parts = _Parts(config, BATCH, Machine(), config.seq_length)
+        parts = _Parts(config, BATCH, Machine())
         for layout in chosen.sample(layouts(replace(config, num_layers=2)), 12):
             made = replace(config, recompute_layout=f"{layout},{layout}")
             saved, peak, head = parts.ends
