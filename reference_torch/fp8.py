@@ -4,6 +4,8 @@ Mirrors ``jax_impl/fp8.py``.
 """
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from diptych.plans.model import operations
 from reference_torch.autograd import differentiable_once, refuse_transformed, without_autocast
 from reference_torch.groups import wait_for
 from reference_torch.operands import operand
+from reference_torch.scaled_products import Quantized, is_8_bit_product, product_in_8_bits
 
 INPUTS, WEIGHTS, GRADIENTS = range(3)
 """Places of a recipe and of scales."""
@@ -62,16 +65,14 @@ def quantize(
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
         float32. An entry that is not finite is NaN, and so are all others with the same scale.
     """
-    wide = x.float()
-    largest = quantization.largest
+    fused = _compiled if x.device.type == "cuda" and x.numel() else _called
     if quantization.delayed:
         assert scale is not None, "the scale of a delayed recipe is an argument"
-        scales = scale.where(amax(wide).isfinite(), float("nan")).view(1, 1)
+        scales = scale.where(amax(x).isfinite(), float("nan")).view(1, 1)
     else:
-        maxima = _maxima(wide, quantization)
+        maxima = fused(_maxima)(x, quantization)
         scales = _scales(ranks.largest(maxima) if quantization.block is None else maxima, quantization)
-    clipped = (wide * _spread(scales, wide.shape, quantization)).clamp_(-largest, largest)
-    return clipped.to(getattr(torch, quantization.dtype)), 1 / scales
+    return fused(_cast)(x, scales, quantization), 1 / scales
 
 
 def dequantize(values: Tensor, inverse: Float[Tensor, "a b"], quantization: Quantization) -> Float[Tensor, "n k"]:
@@ -149,14 +150,19 @@ class Fp8Products(NamedTuple):
 
     def _product(self, a: Tensor, b: Tensor, of_a: int, of_b: int) -> Tensor:
         """Return a @ b.T [N, O] float32 of matrices [N, K] and [O, K], quantised as inputs, weights or gradients."""
-        a, b = (self._quantised(x, number) for x, number in ((a, of_a), (b, of_b)))
+        first, second = (self._quantised(x, number) for x, number in ((a, of_a), (b, of_b)))
+        if is_8_bit_product(first, second):
+            return product_in_8_bits(first, second)
+        wide, other = (dequantize(*x) for x in (first, second))
         with without_autocast(a.device.type):
-            return a @ b.T
+            if wide.is_cuda and first.quantization.block is not None:  # bfloat16 has these numbers exactly
+                return torch.mm(wide.bfloat16(), other.T.bfloat16(), out_dtype=torch.float32)
+            return wide @ other.T
 
-    def _quantised(self, x: Tensor, number: int) -> Tensor:
-        """Return the numbers float32 that a quantised matrix stands for."""
+    def _quantised(self, x: Tensor, number: int) -> Quantized:
+        """Return a matrix quantised as inputs, weights or gradients."""
         scale = None if self.scales is None else self.scales[number]
-        return dequantize(*quantize(x, self.recipe[number], scale, self.ranks), self.recipe[number])
+        return Quantized(*quantize(x, self.recipe[number], scale, self.ranks), self.recipe[number])
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -184,8 +190,27 @@ class _Fp8Linear(torch.autograd.Function):
         return d_x, ctx.products.weight_gradient(gradient, x, weight) if of_weight else None, None
 
 
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile a function of a matrix, whose operations take several times longer one by one."""
+    return torch.compile(function, dynamic=True)
+
+
+def _called(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function as it is."""
+    return function
+
+
+def _cast(x: Tensor, scales: Tensor, quantization: Quantization) -> Tensor:
+    """Return a matrix in the 8-bit type, its rows one after another in memory."""
+    largest = quantization.largest
+    clipped = (x.float() * _spread(scales, x.shape, quantization)).clamp_(-largest, largest)
+    return clipped.to(getattr(torch, quantization.dtype), memory_format=torch.contiguous_format)
+
+
 def _maxima(x: Tensor, quantization: Quantization) -> Tensor:
     """Return the largest absolute value of every block, [blocks of N, blocks of K]; of a matrix without entries 0."""
+    x = x.float()
     if not x.numel():
         return x.new_zeros(blocks_of(x.shape, quantization))
     if quantization.block is None:

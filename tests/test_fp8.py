@@ -84,6 +84,17 @@ def test_every_rounding_is_to_the_nearest_and_to_even(quantization):
     assert not (of_halves[:, 1:].view(np.uint8) & 1).any()  # the last bit of an even number is 0
 
 
+@pytest.mark.parametrize("dtype", plan.LARGEST)
+def test_jax_rounds_before_the_conversion_that_a_gpu_leaves_out(dtype):
+    """With XLA's excess precision, a conversion to 8 bits and back does nothing."""
+    random = np.random.default_rng(0)
+    sizes = np.exp2(random.uniform(-20, np.log2(plan.LARGEST[dtype]), 5000))
+    x = (sizes * random.choice([-1.0, 1.0], 5000)).astype(np.float32)
+    expected = x.astype(dtype).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(in_jax._rounded(jnp.asarray(x), dtype)), expected)
+    assert (x != expected).mean() > 0.9
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (3, 128), (130, 257), (128, 256)], ids=str)
 def test_blocks_of_any_shape(shape):
     random = np.random.default_rng(shape[0])

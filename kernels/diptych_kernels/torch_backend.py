@@ -18,6 +18,11 @@ from diptych_kernels.api import DIFFERENTIATED_TWICE, Functions
 from diptych_kernels.autodiff_rules import Operation
 from diptych_kernels.launch_configs import Launch
 
+REMEMBERED_LAUNCHES = 4096
+"""Launches whose compiled kernels are remembered, because Triton takes longer to find one than to launch it."""
+_COMPILED: dict[tuple[Launch, tuple[Any, ...]], tuple[Any, tuple[int, ...], tuple[Any, ...]]] = {}
+"""Compiled kernel, grid and constants, by launch and inputs."""
+
 
 class _KernelFunction(torch.autograd.Function):
     """An Operation as a differentiable function of tensors."""
@@ -139,19 +144,40 @@ def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     outputs = tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in launch.outputs)
     if 0 in launch.grid:
         return tuple(output.zero_() for output in outputs)
-    kernel = tuning.kernel_function(launch.kernel)
     arguments = (*inputs, *launch.scalars, *outputs)
-    if device.type == "cpu":
-        from diptych_kernels.interpreter import interpret
+    if device.type == "cuda":
+        _launch(launch, arguments, (device.index, *((x.dtype, x.data_ptr() % 16) for x in inputs)))
+        return outputs
+    from diptych_kernels.interpreter import interpret
 
-        for output in outputs:  # elements that a kernel fails to write must be visible as NaN
-            output.fill_(float("nan"))
-        interpret(kernel, launch.grid, arguments, dict(launch.constants))
-    else:
-        compiled = dict(num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True)
-        with assembler.for_launch(launch, _device(device.index)[1]):
-            kernel[launch.grid](*arguments, **dict(launch.constants), **compiled)
+    for output in outputs:  # elements that a kernel fails to write must be visible as NaN
+        output.fill_(float("nan"))
+    interpret(tuning.kernel_function(launch.kernel), launch.grid, arguments, dict(launch.constants))
     return outputs
+
+
+def _launch(launch: Launch, arguments: tuple[Any, ...], inputs: tuple[Any, ...]) -> None:
+    """Launch a kernel on a GPU.
+
+    Args:
+        launch: the launch.
+        arguments: inputs, scalars and outputs.
+        inputs: device, and type and alignment of every input, on which the compiled kernel depends besides the launch.
+    """
+    remembered = _COMPILED.get((launch, inputs))
+    if remembered is not None:
+        compiled, grid, constants = remembered
+        compiled[grid](*arguments, *constants)
+        return
+    kernel = tuning.kernel_function(launch.kernel)
+    named = dict(launch.constants)
+    options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=True)
+    with assembler.for_launch(launch, _device(inputs[0])[1]):
+        compiled = kernel[launch.grid](*arguments, **named, **options)
+    if len(_COMPILED) >= REMEMBERED_LAUNCHES:
+        _COMPILED.clear()
+    constants = tuple(named[name] for name in kernel.arg_names[len(arguments) :])
+    _COMPILED[launch, inputs] = compiled, (*launch.grid, 1, 1)[:3], constants
 
 
 @cache

@@ -133,6 +133,15 @@ def test_auto_is_triton_here(monkeypatch):
     assert len(launched) == 2
 
 
+def test_arrays_that_begin_anywhere_have_kernels_of_their_own():
+    """Triton compiles for the alignment of arrays; compiled kernels are remembered."""
+    h_pre = torch.rand(2, 3, 4, device="cuda")
+    storage = torch.randn(2 * 3 * 4 * 64 + 1, device="cuda")
+    for start in (0, 1, 0):
+        x = storage[start : start + 2 * 3 * 4 * 64].view(2, 3, 4, 64)
+        torch.testing.assert_close(torch_ops.aggregate(x, h_pre), torch.einsum("btsd,bts->btd", x, h_pre))
+
+
 def test_mixed_devices_are_refused():
     with pytest.raises(ValueError, match="h_pre: expected the device of x, cuda:0, got cpu; move one of them"):
         torch_ops.aggregate(torch.ones(2, 3, 4, device="cuda"), torch.ones(2, 3))
