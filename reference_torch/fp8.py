@@ -4,8 +4,6 @@ Mirrors ``jax_impl/fp8.py``.
 """
 
 import math
-from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -65,14 +63,14 @@ def quantize(
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
         float32. An entry that is not finite is NaN, and so are all others with the same scale.
     """
-    fused = _compiled if x.device.type == "cuda" and x.numel() else _called
+    x = x.float() if x.dtype == torch.float64 else x  # narrower numbers become float32 by the product with scales
     if quantization.delayed:
         assert scale is not None, "the scale of a delayed recipe is an argument"
         scales = scale.where(amax(x).isfinite(), float("nan")).view(1, 1)
     else:
-        maxima = fused(_maxima)(x, quantization)
+        maxima = _maxima(x, quantization)
         scales = _scales(ranks.largest(maxima) if quantization.block is None else maxima, quantization)
-    return fused(_cast)(x, scales, quantization), 1 / scales
+    return _cast(x, scales, quantization), 1 / scales
 
 
 def dequantize(values: Tensor, inverse: Float[Tensor, "a b"], quantization: Quantization) -> Float[Tensor, "n k"]:
@@ -190,35 +188,22 @@ class _Fp8Linear(torch.autograd.Function):
         return d_x, ctx.products.weight_gradient(gradient, x, weight) if of_weight else None, None
 
 
-@cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compile a function of a matrix, whose operations take several times longer one by one."""
-    return torch.compile(function, dynamic=True)
-
-
-def _called(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function as it is."""
-    return function
-
-
 def _cast(x: Tensor, scales: Tensor, quantization: Quantization) -> Tensor:
     """Return a matrix in the 8-bit type, its rows one after another in memory."""
     largest = quantization.largest
-    clipped = (x.float() * _spread(scales, x.shape, quantization)).clamp_(-largest, largest)
+    clipped = (x * _spread(scales, x.shape, quantization)).clamp_(-largest, largest)
     return clipped.to(getattr(torch, quantization.dtype), memory_format=torch.contiguous_format)
 
 
 def _maxima(x: Tensor, quantization: Quantization) -> Tensor:
     """Return the largest absolute value of every block, [blocks of N, blocks of K]; of a matrix without entries 0."""
-    x = x.float()
-    if not x.numel():
-        return x.new_zeros(blocks_of(x.shape, quantization))
-    if quantization.block is None:
-        return x.abs().amax().view(1, 1)
+    if quantization.block is None or not x.numel():
+        return amax(x).float().repeat(blocks_of(x.shape, quantization))
     rows, columns = quantization.block
     blocks = blocks_of(x.shape, quantization)
     missing = (0, blocks[1] * columns - x.shape[1], 0, blocks[0] * rows - x.shape[0])
-    return functional.pad(x.abs(), missing).view(blocks[0], rows, blocks[1], columns).amax((1, 3))
+    padded = functional.pad(x.abs(), missing) if any(missing) else x.abs()
+    return padded.reshape(blocks[0], rows, blocks[1], columns).amax((1, 3)).float()
 
 
 def _scales(maxima: Tensor, quantization: Quantization) -> Tensor:

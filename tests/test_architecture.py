@@ -38,7 +38,8 @@ MAY_IMPORT = {
 MODULES = {
     "autograd": set(),
     "linear_products": set(),
-    "fp8": {"autograd", "groups", "linear_products", "operands"},
+    "scaled_products": set(),
+    "fp8": {"autograd", "groups", "linear_products", "operands", "scaled_products"},
     "amax_history": {"autograd", "fp8"},
     "history_adamw": set(),
     "history_updates": set(),
@@ -138,6 +139,7 @@ TORCH_ONLY = {
         "distributed_optimizer",
         "history_adamw",
         "pending_sends",
+        "scaled_products",
         "p2p",
         "rank_pool",
         "stage",
