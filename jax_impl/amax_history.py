@@ -43,7 +43,7 @@ def delayed_scales(history: Float[Array, "3 1 1 e"], recipe: ProductRecipe, fact
 def observe(
     y: Float[Array, "*b o"],
     x: Float[Array, "*b i"],
-    weight: Float[Array, "o i"],
+    weight: Float[Array, "*e o i"],
     history: Float[Array, "3 1 1 e"],
     factor: int,
 ) -> Float[Array, "*b o"]:
@@ -52,7 +52,7 @@ def observe(
     Args:
         y: output of the map. [..., O]
         x: its input. [..., I]
-        weight: its weight. [O, I]
+        weight: its weight. [O, I], or [E, O, I] of experts
         history: its history. SHAPE
         factor: see delayed_scales.
     """

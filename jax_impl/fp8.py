@@ -20,6 +20,8 @@ from jax_impl.operands import operand
 
 INPUTS, WEIGHTS, GRADIENTS = range(3)
 """Places of a recipe and of scales."""
+DIFFERENTIATED_TWICE = "expected to be differentiated once, got a derivative of its gradient; leave fp8 out"
+"""What is wrong with a second derivative."""
 Scales = tuple[Array, Array] | None
 """Scales of two operands that come from earlier steps."""
 
@@ -189,9 +191,7 @@ def _product_once(a: Array, b: Array, scales: Scales, kinds: Kinds) -> Array:
 @_product_once.defjvp
 def _no_second_derivative(kinds: Kinds, primals: tuple, tangents: tuple) -> tuple:
     """Raise the error of second derivatives."""
-    raise RuntimeError(
-        "fp8_linear: expected to be differentiated once, got a derivative of its gradient; leave fp8 out"
-    )
+    raise RuntimeError(f"fp8_linear: {DIFFERENTIATED_TWICE}")
 
 
 def _rounded(x: Array, dtype: str) -> Array:

@@ -178,16 +178,11 @@ class Experts(nnx.Module):
         by_expert = jnp.argsort(chosen.reshape(-1), stable=True)
         sizes = (chosen.reshape(-1, 1) == jnp.arange(len(self.linear_fc1.weight[...]))).sum(0)
         rows = jnp.repeat(x, count, 0)[by_expert]
-        inner = name_value(_grouped_linear(rows, self.linear_fc1.weight[...], sizes), "fc1")
+        inner = name_value(self.linear_fc1.by_groups(rows, sizes), "fc1")
         activated = (swiglu if self.activation == "swiglu" else gelu)(inner, self.impl)
-        outputs = _grouped_linear(name_value(activated, "activation"), self.linear_fc2.weight[...], sizes)
+        outputs = self.linear_fc2.by_groups(name_value(activated, "activation"), sizes)
         weighted = outputs * weights.reshape(-1)[by_expert][:, None].astype(outputs.dtype)
         return weighted[jnp.argsort(by_expert)].reshape(*chosen.shape, -1).sum(1)
-
-
-def _grouped_linear(x: Array, weight: Array, sizes: Array) -> Array:
-    """Multiply consecutive rows of x [M, I] by the matrix of their expert, weight [E, O, I]; sizes counts the rows."""
-    return jax.lax.ragged_dot(x, weight.astype(x.dtype).swapaxes(1, 2), sizes.astype(jnp.int32))
 
 
 class MixtureOfExperts(nnx.Module):

@@ -3,9 +3,13 @@
 Mirrors ``reference_torch/modules.py``.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from flax import nnx
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from diptych.plans.amax_history import NAME
 from diptych.plans.config import TransformerConfig
@@ -13,7 +17,8 @@ from diptych.plans.fp8 import ProductRecipe, linear_recipe
 from diptych.plans.model.parameters import ParameterSpec, norm_spec, with_history
 from jax_impl.amax_history import delayed_scales, observe
 from jax_impl.fp8 import ALONE, SharingRanks, fp8_linear
-from jax_impl.ops import add_bias, linear, parameter
+from jax_impl.grouped_fp8 import fp8_grouped_linear
+from jax_impl.ops import add_bias, grouped_linear, linear, parameter
 from jax_impl.tensor_parallel import WHOLE, TensorParallel
 
 
@@ -46,18 +51,27 @@ class Linear(nnx.Module):
         """Return x @ weight.T + bias [B, T, O]."""
         return add_bias(*self(x))
 
-    def _in_fp8(self, x: Float[Array, "b t i"], weight: Array, recipe: ProductRecipe) -> Float[Array, "b t o"]:
-        """Return x @ weight.T [B, T, O] by products of 8-bit floats."""
+    def by_groups(self, x: Float[Array, "m i"], sizes: Int[Array, " e"]) -> Float[Array, "m o"]:
+        """Multiply consecutive rows by the matrix of their group, weight [E, O, I]; see ops.grouped_linear."""
+        weight = self.weight[...]
+        if self.fp8 is None:
+            return grouped_linear(x, weight, sizes)
+        return self._in_fp8(x, weight, self.fp8, partial(_fp8_by_groups, sizes))
+
+    def _in_fp8(
+        self, x: Float[Array, "*b i"], weight: Array, recipe: ProductRecipe, product: Callable[..., Array] = fp8_linear
+    ) -> Float[Array, "*b o"]:
+        """Return the product with the weight by products of 8-bit floats."""
         if self.amax_history is None:
-            return fp8_linear(x, weight, recipe, ranks=self.sharing_ranks)
+            return product(x, weight, recipe, ranks=self.sharing_ranks)
         history = self.amax_history[...]
-        return observe(
-            fp8_linear(x, weight, recipe, delayed_scales(history, recipe, self.gradient_factor)),
-            x,
-            weight,
-            history,
-            self.gradient_factor,
-        )
+        y = product(x, weight, recipe, delayed_scales(history, recipe, self.gradient_factor))
+        return observe(y, x, weight, history, self.gradient_factor)
+
+
+def _fp8_by_groups(sizes: Array, x: Array, weight: Array, *how: Any, **ranks: Any) -> Array:
+    """Call fp8_grouped_linear with the arguments of fp8_linear, and sizes."""
+    return fp8_grouped_linear(x, weight, sizes, *how, **ranks)
 
 
 def set_gradient_factor(module: nnx.Module, factor: int) -> None:

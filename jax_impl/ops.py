@@ -235,6 +235,26 @@ def linear(
     return add_bias(multiply(LinearProducts(), x, weight), bias)
 
 
+def grouped_linear(
+    x: Float[Array, "m i"], weight: Float[Array, "e o i"], sizes: Int[Array, " e"]
+) -> Float[Array, "m o"]:
+    """Multiply consecutive rows by the matrix of their group.
+
+    Args:
+        x: rows, those of the first group first. [M, I]
+        weight: a matrix for each group. [E, O, I]
+        sizes: number of rows of each group; their sum is M. [E]
+
+    Returns:
+        [M, O] in the type of x.
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+    """
+    operations.check_grouped_linear(operand("x", x), operand("weight", weight), sizes.shape)
+    return jax.lax.ragged_dot(x, weight.astype(x.dtype).swapaxes(1, 2), sizes.astype(jnp.int32))
+
+
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, " d"], epsilon: float) -> Float[Array, "*b d"]:
     """Return ``x / sqrt(mean(x**2) + epsilon) * weight``, with the mean over the last axis.
 

@@ -43,7 +43,7 @@ def delayed_scales(history: Float[Tensor, "3 1 1 e"], recipe: ProductRecipe, fac
 def observe(
     y: Float[Tensor, "*b o"],
     x: Float[Tensor, "*b i"],
-    weight: Float[Tensor, "o i"],
+    weight: Float[Tensor, "*e o i"],
     history: Float[Tensor, "3 1 1 e"],
     factor: int,
 ) -> Float[Tensor, "*b o"]:
@@ -52,7 +52,7 @@ def observe(
     Args:
         y: output of the map. [..., O]
         x: its input. [..., I]
-        weight: its weight. [O, I]
+        weight: its weight. [O, I], or [E, O, I] of experts
         history: its history. SHAPE
         factor: see delayed_scales.
     """

@@ -73,6 +73,11 @@ def quantize(
     return _cast(x, scales, quantization), 1 / scales
 
 
+def array_scale(x: Tensor, quantization: Quantization, ranks: SharingRanks = ALONE) -> Float[Tensor, ""]:
+    """Return the scale of an array of any shape that has one scale."""
+    return _scales(ranks.largest(amax(x).float().view(1, 1)), quantization).view(())
+
+
 def dequantize(values: Tensor, inverse: Float[Tensor, "a b"], quantization: Quantization) -> Float[Tensor, "n k"]:
     """Return the numbers [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them."""
     return values.to(torch.float32, copy=True).mul_(_spread(inverse, values.shape, quantization))

@@ -192,16 +192,11 @@ class Experts(nn.Module):
         by_expert = chosen.flatten().argsort(stable=True)
         sizes = torch.bincount(chosen.flatten(), minlength=len(self.linear_fc1.weight)).tolist()
         rows = x.repeat_interleave(count, 0)[by_expert]
-        inner = name_value(_grouped_linear(rows, self.linear_fc1.weight, sizes), "fc1")
+        inner = name_value(self.linear_fc1.by_groups(rows, sizes), "fc1")
         activated = recompute("activation", swiglu if self.activation == "swiglu" else gelu, inner, self.impl)
-        outputs = _grouped_linear(name_value(activated, "activation"), self.linear_fc2.weight, sizes)
+        outputs = self.linear_fc2.by_groups(name_value(activated, "activation"), sizes)
         weighted = outputs * weights.flatten()[by_expert][:, None].to(outputs.dtype)
         return weighted[by_expert.argsort()].unflatten(0, (-1, count)).sum(1)
-
-
-def _grouped_linear(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
-    """Multiply consecutive rows of x [M, I] by the matrix of their expert, weight [E, O, I]; sizes counts the rows."""
-    return torch.cat([linear(rows, matrix) for rows, matrix in zip(x.split(sizes), weight, strict=True)])
 
 
 class MixtureOfExperts(nn.Module):

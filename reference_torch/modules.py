@@ -3,6 +3,10 @@
 Mirrors ``jax_impl/modules.py``.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -12,7 +16,8 @@ from diptych.plans.fp8 import ProductRecipe, linear_recipe
 from diptych.plans.model.parameters import ParameterSpec, norm_spec, with_history
 from reference_torch.amax_history import delayed_scales, observe
 from reference_torch.fp8 import ALONE, SharingRanks, fp8_linear
-from reference_torch.ops import add_bias, linear, parameter
+from reference_torch.grouped_fp8 import fp8_grouped_linear
+from reference_torch.ops import add_bias, grouped_linear, linear, parameter
 from reference_torch.tensor_parallel import WHOLE, TensorParallel
 
 
@@ -45,12 +50,26 @@ class Linear(nn.Module):
         """Return x @ weight.T + bias [B, T, O], as one operation if that has no FP8 product."""
         return linear(x, self.weight, self.bias) if self.fp8 is None else add_bias(*self(x))
 
-    def _in_fp8(self, x: Float[Tensor, "b t i"], recipe: ProductRecipe) -> Float[Tensor, "b t o"]:
-        """Return x @ weight.T [B, T, O] by products of 8-bit floats."""
-        if self.amax_history is None:
-            return fp8_linear(x, self.weight, recipe, ranks=self.sharing_ranks)
-        y = fp8_linear(x, self.weight, recipe, delayed_scales(self.amax_history, recipe, self.gradient_factor))
-        return observe(y, x, self.weight, self.amax_history, self.gradient_factor)
+    def by_groups(self, x: Float[Tensor, "m i"], sizes: Sequence[int]) -> Float[Tensor, "m o"]:
+        """Multiply consecutive rows by the matrix of their group, weight [E, O, I]; see ops.grouped_linear."""
+        if self.fp8 is None:
+            return grouped_linear(x, self.weight, sizes)
+        return self._in_fp8(x, self.fp8, partial(_fp8_by_groups, sizes))
+
+    def _in_fp8(
+        self, x: Float[Tensor, "*b i"], recipe: ProductRecipe, product: Callable[..., Tensor] = fp8_linear
+    ) -> Float[Tensor, "*b o"]:
+        """Return the product with the weight by products of 8-bit floats."""
+        history = self.amax_history
+        if history is None:
+            return product(x, self.weight, recipe, ranks=self.sharing_ranks)
+        y = product(x, self.weight, recipe, delayed_scales(history, recipe, self.gradient_factor))
+        return observe(y, x, self.weight, history, self.gradient_factor)
+
+
+def _fp8_by_groups(sizes: Sequence[int], x: Tensor, weight: Tensor, *how: Any, **ranks: Any) -> Tensor:
+    """Call fp8_grouped_linear with the arguments of fp8_linear, and sizes."""
+    return fp8_grouped_linear(x, weight, sizes, *how, **ranks)
 
 
 def set_gradient_factor(module: nn.Module, factor: int) -> None:

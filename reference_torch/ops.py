@@ -5,7 +5,7 @@ Randomness is an argument: a counter (:class:`DropoutState`).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -248,6 +248,26 @@ def linear(
     """
     operations.check_linear(operand("x", x), operand("weight", weight), given_operand("bias", bias))
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def grouped_linear(
+    x: Float[Tensor, "m i"], weight: Float[Tensor, "e o i"], sizes: Sequence[int]
+) -> Float[Tensor, "m o"]:
+    """Multiply consecutive rows by the matrix of their group.
+
+    Args:
+        x: rows, those of the first group first. [M, I]
+        weight: a matrix for each group. [E, O, I]
+        sizes: number of rows of each group; their sum is M. [E]
+
+    Returns:
+        [M, O] in the type of x.
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+    """
+    operations.check_grouped_linear(operand("x", x), operand("weight", weight), (len(sizes),))
+    return torch.cat([linear(rows, matrix) for rows, matrix in zip(x.split(list(sizes)), weight, strict=True)])
 
 
 @as_one_operation

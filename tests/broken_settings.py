@@ -46,10 +46,6 @@ BROKEN = {
         {"fp8": "e4m3", "params_dtype": "float64"},
         r"fp8: expected None with params_dtype='float64', .* added up in float32, got 'e4m3'",
     ),
-    (TransformerConfig, "fp8 needs dense layers"): (
-        {"fp8": "hybrid", "layer_pattern": "attention,attention+moe", "num_moe_experts": 4},
-        r"fp8: expected None with moe in layer_pattern='attention,attention\+moe', .* got 'hybrid'",
-    ),
     (TransformerConfig, "fp8_recipe current needs ranks in step"): (
         {"fp8": "hybrid", "context_parallel_size": 2, "cp_exchange": "pipelined"},
         r"fp8_recipe: expected 'delayed' or 'blockwise' with cp_exchange='pipelined', got 'current'",

@@ -252,8 +252,7 @@ REFUSED = {
         *("experts in groups", "Kimi Linear"),  # have a load-balancing loss
     ),
     "Kimi Linear": ("normed heads",),  # turn channels
-    "FP8": ("context ranks, pipelined", "experts", "experts in groups", "Kimi Linear"),
-    **dict.fromkeys(("FP8 in blocks", "FP8, delayed"), ("experts", "experts in groups", "Kimi Linear")),
+    "FP8": ("context ranks, pipelined",),
 }
 """Dimensions and features that are rejected together with a feature."""
 QUICK = [name for name in FEATURES if name != "kernels"]
@@ -341,6 +340,13 @@ WITH_FP8 = [
     ("FP8, delayed", "tensor-parallel ranks, tokens", "context ranks", "1f1b"),
     ("FP8, delayed", "replicas", "distributed optimizer", "zb-h1", "recompute core_attn + mlp", "parameters offloaded"),
     ("FP8", "tensor-parallel ranks, tokens", "context ranks", "zb-h1", "recompute core_attn + mlp"),
+    (
+        "FP8, delayed",
+        "experts in groups",
+        "tensor-parallel ranks, tokens",
+        "context ranks",
+        "recompute core_attn + mlp",
+    ),
 ]
 """Features of compositions that share scales, or histories of them, among ranks."""
 
@@ -560,12 +566,13 @@ def assert_learns_as_plain(found: Outcome, composition: Composition, same_roundi
 
 
 def _rounds_parts(model: TransformerConfig) -> bool:
-    """Return True if ranks round parts of what one device rounds: gradients of the same heads, or blocks."""
+    """Return True if ranks round parts of what one device rounds: gradients of the same heads or latents, or blocks."""
     if model.fp8_recipe == "blockwise" and model.tensor_model_parallel_size * model.context_parallel_size > 1:
         return model.hidden_size % BLOCK != 0
     attention = "attention" in model.mixers and model.query_groups < model.tensor_model_parallel_size
+    latent = "mla" in model.mixers and model.tensor_model_parallel_size > 1
     states = bool(model.mixers & {"gdn", "kda"}) and model.linear_heads[0] < model.tensor_model_parallel_size
-    return attention or states
+    return attention or latent or states
 
 
 def pairs_of(composition: Composition) -> set[tuple[str, str]]:

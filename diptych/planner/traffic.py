@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from diptych.planner.memory.graph import ITEM_SIZES
+from diptych.planner.memory.operations import ITEM_SIZES
 from diptych.planner.memory.ranks import padded_share_bytes
 from diptych.planner.tensor_traffic import exchanged_bytes, repeated_gradient_bytes
 from diptych.plans.config import TransformerConfig

@@ -11,6 +11,9 @@ y = x w^T has three products, each of two quantised arrays, added up in float32:
 that of y and w, and the gradient of w from that of y and x. Blocks are 1 x 128 along the axis that is added up, and
 128 x 128 for weights, so the recipe ``blockwise`` quantises x and the gradient of y once for each of their products.
 
+The maps of experts, rows [M, I] by matrices [E, O, I], have one scale for the rows, one for the weights and one for the
+gradients of all experts. Blocks belong to one expert: they begin at its first token and at its first weight.
+
 Reference: Micikevicius et al., arXiv 2209.05433, for the formats; DeepSeek-AI, arXiv 2412.19437, section 3.3, for the
 blocks.
 """
@@ -97,6 +100,11 @@ def product_recipe(format: Format, recipe: Recipe) -> ProductRecipe:
             for dtype, block in ((forward, rows), (forward, square), (backward, rows))
         )
     )
+
+
+def with_given_scales(recipe: ProductRecipe) -> ProductRecipe:
+    """Return a recipe of the same types whose scales are given instead of taken from each array."""
+    return ProductRecipe(*(quantization._replace(delayed=True) for quantization in recipe))
 
 
 def check_scales(recipe: ProductRecipe, scales: Operand | None) -> None:

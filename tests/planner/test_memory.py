@@ -139,7 +139,7 @@ def test_every_kind_of_layer_type_and_mode_within_two_percent(kind, dtype, mode,
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["gated attention", "latent attention", "gdn", "kda"])
+@pytest.mark.parametrize("kind", ["gated attention", "latent attention", "experts with a shared one", "gdn", "kda"])
 def test_fp8_within_two_percent(kind, dtype, recipe):
     for mode in ("none", "full block"):
         fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "hidden_size": 96}

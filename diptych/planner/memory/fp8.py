@@ -1,7 +1,7 @@
 """Memory that PyTorch's FP8 linear maps need while they run; reference_torch/fp8.py runs them."""
 
 from diptych.plans.config import TransformerConfig
-from diptych.plans.fp8 import Quantization, blocks_of, linear_recipe
+from diptych.plans.fp8 import ProductRecipe, Quantization, blocks_of, linear_recipe
 
 WIDE = 4
 """Bytes of a float32."""
@@ -26,11 +26,45 @@ def linear_scratch(config: TransformerConfig, name: str, tokens: int, x: int, y:
     if recipe is None:
         return None
     item = 2 if config.bf16 else WIDE
-    x //= item
-    y //= item
-    inputs = x // tokens
-    outputs = y // tokens
-    weight = inputs * outputs
+    forward, for_x, for_weight = _scratch(recipe, tokens, x // item // tokens, y // item // tokens, item)
+    weight = WIDE * (x // item // tokens) * (y // item // tokens)
+    return forward - y, max(for_x - x - weight, for_weight - weight, 0)
+
+
+def grouped_scratch(config: TransformerConfig, name: str, rows: int, x: int, y: int) -> tuple[int, int] | None:
+    """Return the bytes that forward and backward of a map of experts allocate, as linear_scratch.
+
+    The rows are assumed to be as many for each expert.
+
+    Args:
+        config: configuration of the model.
+        name: canonical name of the map.
+        rows: rows of all experts. M
+        x: bytes of the input [M, I].
+        y: bytes of the output [M, O].
+    """
+    recipe = linear_recipe(config, name)
+    if recipe is None:
+        return None
+    item = 2 if config.bf16 else WIDE
+    experts = config.num_moe_experts or 1
+    inputs = x // item // rows
+    outputs = y // item // rows
+    forward, for_x, for_weight = _scratch(recipe, -(-rows // experts), inputs, outputs, item)
+    return forward, max(for_x - WIDE * experts * inputs * outputs, for_weight)
+
+
+def _scratch(recipe: ProductRecipe, tokens: int, inputs: int, outputs: int, item: int) -> tuple[int, int, int]:
+    """Return the bytes that the three products of a map allocate, with their results.
+
+    Args:
+        recipe: how the map quantises.
+        tokens: rows of the input.
+        inputs: columns of the input.
+        outputs: columns of the output.
+        item: bytes of an entry of input and output.
+    """
+    x, y, weight = tokens * inputs, tokens * outputs, inputs * outputs
     of_x = _operand((tokens, inputs), recipe.inputs, item)
     of_y = _operand((tokens, outputs), recipe.gradients, item)
     of_weight = _operand((outputs, inputs), recipe.weights, WIDE)
@@ -41,15 +75,15 @@ def linear_scratch(config: TransformerConfig, name: str, tokens: int, x: int, y:
         for columns, quantization in ((outputs, recipe.gradients), (inputs, recipe.inputs))
     )
     for_weight = max(of_y, WIDE * y + of_x, WIDE * (y + x + weight))
-    return forward - item * y, max(for_x - item * x - WIDE * weight, for_weight - WIDE * weight, 0)
+    return forward, for_x, for_weight
 
 
 def _operand(shape: tuple[int, int], quantization: Quantization, item: int) -> int:
     """Return the bytes beside a matrix while it is quantised and read back in float32."""
     size = shape[0] * shape[1]
-    copy = WIDE * size if item < WIDE else 0
-    if quantization.block is None:
-        return copy + (WIDE + 1) * size
-    blocks = blocks_of(shape, quantization)
-    padded = WIDE * blocks[0] * quantization.block[0] * blocks[1] * quantization.block[1]
-    return max(copy + WIDE * size, (WIDE + 1) * size) + padded
+    cast = WIDE * size if item < WIDE else 0  # by PyTorch on a CPU, for the product with the scales
+    spread = 0
+    if quantization.block is not None:
+        blocks = blocks_of(shape, quantization)
+        spread = WIDE * blocks[0] * quantization.block[0] * blocks[1] * quantization.block[1]
+    return max(cast + WIDE * size, (WIDE + 1) * size) + spread

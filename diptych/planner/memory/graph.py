@@ -1,72 +1,18 @@
 """A model's operations as PyTorch's eager autograd runs them, with the bytes that each reads, writes and saves."""
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from diptych.planner.memory.fp8 import DELAYED_BYTES, linear_scratch
 from diptych.planner.memory.nodes import Layer, Node, Value
-from diptych.planner.memory.regions import OUTPUT_MAPS, Regions
+from diptych.planner.memory.operations import ITEM_SIZES, OperationBuilder
 from diptych.planner.memory.rule import RuleShape, rule_scratch
-from diptych.plans.amax_history import NAME
-from diptych.plans.config import TransformerConfig
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
 from diptych.plans.model.layers import LayerConfig
-from diptych.plans.model.parameters import parameter_specs
-from diptych.plans.model.philox import TILE_ROWS
-from diptych.plans.tensor_parallel import rank_config
-
-ITEM_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
-class GraphBuilder:
-    """A builder of a model's operations for one batch.
-
-    Args:
-        config: the model, with its tensor-parallel ranks; the operations are those of one of them.
-        batch: number of sequences.
-        length: tokens of each sequence.
-    """
-
-    def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
-        self.regions = Regions(config.tensor_model_parallel_size, config.sequence_parallel, batch * length)
-        config = rank_config(config)
-        self.config = config
-        self.batch = batch
-        self.length = length
-        self.tokens = self.regions.tokens_between  # inside of a region, see in_region, its tokens
-        self.item = ITEM_SIZES[config.compute_dtype]
-        self.wide = max(self.item, 4)
-        specs = parameter_specs(config)
-        self.weights = {name: math.prod(spec.shape) * ITEM_SIZES[config.params_dtype] for name, spec in specs.items()}
-        self.widths = {name: spec.shape[-1] for name, spec in specs.items()}
-        self.streams = config.residual_streams
-
-    def activation(self, name: str, width: int) -> Value:
-        """Return a value of ``width`` elements per token in the dtype of activations."""
-        return Value(name, self.tokens * width * self.item)
-
-    def coefficient(self, name: str, width: int) -> Value:
-        """Return a value of ``width`` elements per token in the dtype of coefficients and statistics."""
-        return Value(name, self.tokens * width * self.wide)
+class GraphBuilder(OperationBuilder):
+    """A builder of a model's operations for one batch; arguments as those of OperationBuilder."""
 
     def hidden(self) -> Value:
         """Return the value between two sublayers."""
         return self.activation("residual_streams", self.streams * self.config.hidden_size)
-
-    @contextmanager
-    def in_region(self) -> Iterator[None]:
-        """Count the tokens of a region."""
-        self.tokens = self.regions.tokens
-        try:
-            yield
-        finally:
-            self.tokens = self.regions.tokens_between
-
-    def dropout_rows(self) -> list[Node]:
-        """Return the operation that numbers the rows of dropout by two 64-bit words per token; none without dropout."""
-        rows = Value("dropout rows", 16 * self.tokens)
-        return [Node([], [rows], [rows])] if self.config.hidden_dropout > 0 else []
 
     def embedding(self) -> tuple[list[Node], Value]:
         """Return the operations from token ids to hidden states, and their output."""
@@ -236,67 +182,6 @@ class GraphBuilder:
             nodes.append(Node([output, h_post, mixed], [x], [output, h_post], region))
         return x
 
-    def _dropout_scratch(self, x: Value) -> int:
-        """Return the bytes of dropout's mask, plus a scaled copy or a tile of 64-bit random words with their input."""
-        width = x.size // self.item // self.tokens
-        first = min(TILE_ROWS, self.tokens)
-        second = min(TILE_ROWS, self.tokens - first)
-        words = max(8 * first, 4 * first + 8 * second)  # with the four of the tile before
-        return self.tokens * width + max(x.size, words * 8 * (width // 4))
-
-    def _layer_norm(self, nodes: list[Node], x: Value, layer: str, name: str) -> Value:
-        """Append a norm of a layer, and return its output."""
-        normed = self.activation(name, self.config.hidden_size)
-        nodes += self._norm(x, normed, f"{layer}.{name}", (name,))
-        return normed
-
-    def _norm(self, x: Value, normed: Value, name: str, region: tuple[str, ...]) -> list[Node]:
-        """Return the operations of x * rsqrt(mean(x**2)) * weight, as PyTorch's composite norm runs them."""
-        nodes: list[Node] = []
-        width = self.widths[f"{name}.weight"]
-        product = normed
-        if self.item < self.wide:
-            source = x
-            x = Value(f"{x.name} in float32", normed.size // self.item * self.wide)
-            nodes.append(Node([source], [x], [], region))  # of a joint projection, only the normed part
-            product = Value("product", x.size)
-        scaled = Value("normalised", normed.size // self.item * self.wide)
-        inverse = Value("norm statistics", scaled.size // width)
-        squared = Value("squares", scaled.size)
-        weight = self.weights[f"{name}.weight"]
-        nodes += [
-            Node([x], [squared], [x], region),
-            Node([squared], [inverse], [inverse], region),
-            Node([x, inverse], [scaled], [x, inverse], region, backward_scratch=scaled.size),
-            Node([scaled], [product], [scaled], region, weight, backward_scratch=scaled.size),
-        ]
-        if product is not normed:
-            nodes.append(Node([product], [normed], [], region))
-        return nodes
-
-    def _cast(self, nodes: list[Node], x: Value, item: int, region: tuple[str, ...]) -> Value:
-        """Return x cast to elements of another size; x itself without mixed precision."""
-        if self.item == self.wide:
-            return x
-        name = f"{x.name} in {'float32' if item == self.wide else 'bfloat16'}"
-        copy = Value(name, x.size * item // (self.item + self.wide - item))
-        nodes.append(Node([x], [copy], [], region))
-        return copy
-
-    def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
-        weight = self.weights[f"{name}.weight"]
-        parameters = sum(self.weights.get(f"{name}.{own}", 0) for own in ("weight", "bias", NAME))
-        in_fp8 = linear_scratch(self.config, name, self.tokens, x.size, y.size)
-        rounded = [] if self.item == self.wide or in_fp8 else [Value("weights in bfloat16", weight // 2)]
-        scratch = in_fp8 or (0, weight // 2 * len(rounded))
-        rounded += [Value("scales and exponents", DELAYED_BYTES)] if f"{name}.{NAME}" in self.weights else []
-        flops = {"flops": self._product(weight), "is_linear": True}
-        return [Node([x], [y, *rounded], [x, *rounded], region, parameters, *scratch, **flops)]
-
-    def _product(self, weight_bytes: int) -> int:
-        """Return the floating-point operations of a product of all tokens with a matrix."""
-        return 2 * self.tokens * weight_bytes // ITEM_SIZES[self.config.params_dtype]
-
     def _attention(self, nodes: list[Node], normed: Value, name: str) -> Value:
         """Append softmax attention with its linear maps, and return its output."""
         config = self.config
@@ -406,12 +291,6 @@ class GraphBuilder:
         )
         nodes.append(rule)
         return attended
-
-    def _mapped(self, nodes: list[Node], x: Value, called: str, width: int, name: str) -> Value:
-        """Append a linear map of x with its bias, and return its output."""
-        y = self.activation(called, width)
-        nodes += self._linear(x, y, name, ())
-        return self._biased(nodes, y, name, ())
 
     def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value, mixer: str) -> None:
         """Append softmax attention of given queries, keys and values."""
@@ -556,17 +435,6 @@ class GraphBuilder:
             Node([probabilities, factors], [balance], [factors]),
         ]
 
-    def _grouped_linear(self, nodes: list[Node], x: Value, y: Value, name: str) -> None:
-        """Append the maps of all experts, each on its rows."""
-        weight = self.weights[f"{name}.weight"]
-        experts = self.config.num_moe_experts or 1
-        flops = self._product(weight // experts) * self.config.moe_router_topk
-        rounded = [] if self.item == self.wide else [Value("weights in bfloat16", weight // 2)]
-        saves = [x, *rounded]
-        # All experts' weight gradients exist twice while they are joined; the operands are freed by then.
-        scratch = max(0, weight - y.size - sum(value.size for value in saves))
-        nodes.append(Node([x], [y, *rounded], saves, ("mlp_output",), weight, y.size, scratch, flops=flops))
-
     def _with_shared_expert(
         self, nodes: list[Node], normed: Value, routed: Value, name: str, layer: LayerConfig
     ) -> Value:
@@ -586,15 +454,3 @@ class GraphBuilder:
         output = self.activation("mlp_output", self.config.hidden_size)
         nodes.append(Node([routed, shared], [output], [], region))
         return output
-
-    def _biased(
-        self, nodes: list[Node], output: Value, name: str, region: tuple[str, ...], is_summed: bool = False
-    ) -> Value:
-        """Append the addition of a bias, if there is one; that of a sum over ranks waits for the sum."""
-        waits = self.regions.size > 1 and name.endswith(OUTPUT_MAPS) and not is_summed
-        if waits or f"{name}.bias" not in self.weights:
-            return output
-        biased = Value(output.name, output.size)
-        output.name = "before the bias"
-        nodes.append(Node([output], [biased], [], region))
-        return biased

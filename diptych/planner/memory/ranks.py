@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
-from diptych.planner.memory.graph import ITEM_SIZES
+from diptych.planner.memory.operations import ITEM_SIZES
 from diptych.planner.memory.stages import StageMemory
 from diptych.plans.amax_history import is_history
 from diptych.plans.config import TransformerConfig

@@ -1,6 +1,6 @@
 """Predicted saving of activation recompute under tensor parallelism, which this project does not implement."""
 
-from diptych.planner.memory.graph import ITEM_SIZES
+from diptych.planner.memory.operations import ITEM_SIZES
 from diptych.plans.config import TransformerConfig
 
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from diptych.plans.config.experts import has_experts
 from diptych.plans.config.rules import Rule, choice, count
 from diptych.plans.context.exchange import PIPELINED
 
@@ -65,14 +64,6 @@ FP8_RULES: tuple[Rule, ...] = (
         lambda c: (
             f"fp8: expected None with params_dtype='float64', since products of 8-bit floats are added up in float32, "
             f"got {c.fp8!r}"
-        ),
-    ),
-    Rule(
-        "fp8 needs dense layers",
-        lambda c: c.fp8 is None or not has_experts(c),
-        lambda c: (
-            f"fp8: expected None with moe in layer_pattern={c.layer_pattern!r}, since products of experts are not "
-            f"quantised, got {c.fp8!r}"
         ),
     ),
     Rule(

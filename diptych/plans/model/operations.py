@@ -173,6 +173,15 @@ def check_linear(x: Operand, weight: Operand, bias: Operand | None) -> None:
     check_bias(x, bias, weight.shape[0])
 
 
+def check_grouped_linear(x: Operand, weight: Operand, sizes: tuple[int, ...]) -> None:
+    """Reject weights [E, O, I], or a shape of sizes other than [E], that do not fit a map of groups of rows [M, I]."""
+    check_floating(x=x, weight=weight)
+    check_axes("x", x.shape, "MI")
+    check_axes("weight", weight.shape, "EOI")
+    check_shape("weight", weight.shape, (*weight.shape[:2], x.shape[1]))
+    check_shape("sizes", sizes, weight.shape[:1])
+
+
 def check_norm(x: Operand, weight: Operand, epsilon: Any) -> None:
     """Reject arguments of an RMSNorm over the last axis that do not fit each other."""
     check_floating(x=x, weight=weight)

@@ -1,0 +1,129 @@
+"""Linear maps of groups of rows, such as the experts of a mixture, by products of 8-bit floats in JAX.
+
+Each group has a matrix of its own. diptych/plans/fp8.py defines what the arrays' scales and blocks are.
+
+Mirrors ``reference_torch/grouped_fp8.py``.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from diptych.plans.fp8 import BLOCK, ProductRecipe, Quantization, check_scales
+from diptych.plans.model import operations
+from jax_impl.fp8 import ALONE, DIFFERENTIATED_TWICE, GRADIENTS, INPUTS, WEIGHTS, SharingRanks, dequantize, quantize
+from jax_impl.operands import operand
+
+OVER_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+"""Products [E, O, I] of [M, O] and [M, I] over the rows of each group."""
+HIGHEST = jax.lax.Precision.HIGHEST
+"""Products in float32, on a GPU too, where XLA multiplies in TF32 by default."""
+
+
+def fp8_grouped_linear(
+    x: Float[Array, "m i"],
+    weight: Float[Array, "e o i"],
+    sizes: Int[Array, " e"],
+    recipe: ProductRecipe,
+    scales: Float[Array, "3"] | None = None,
+    ranks: SharingRanks = ALONE,
+) -> Float[Array, "m o"]:
+    """Multiply consecutive rows by the matrix of their group, by products of 8-bit floats, forward and backward.
+
+    Args:
+        x: rows, those of the first group first. [M, I]
+        weight: a matrix for each group. [E, O, I]
+        sizes: number of rows of each group; their sum is M. [E]
+        recipe: how the arrays are quantised.
+        scales: see fp8.fp8_linear.
+        ranks: ranks that have other parts of x, weight and output.
+
+    Returns:
+        [M, O] in the type of x.
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
+        RuntimeError: the result is differentiated twice.
+    """
+    operations.check_grouped_linear(operand("x", x), operand("weight", weight), sizes.shape)
+    check_scales(recipe, None if scales is None else operand("scales", scales))
+    return _grouped(_Kinds(recipe, ranks), x, weight, sizes.astype(jnp.int32), scales)
+
+
+class _Kinds(NamedTuple):
+    """How arrays are quantised, and the ranks that have other parts of them."""
+
+    recipe: ProductRecipe
+    ranks: SharingRanks
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(kinds: _Kinds, x: Array, weight: Array, sizes: Array, scales: Array | None) -> Array:
+    """Return the rows of fp8_grouped_linear."""
+    rows = _read(x, INPUTS, kinds, scales)
+    matrices = _matrices(weight, kinds, scales)
+    return jax.lax.ragged_dot(rows, matrices.swapaxes(1, 2), sizes, precision=HIGHEST).astype(x.dtype)
+
+
+def _forward(
+    kinds: _Kinds, x: Array, weight: Array, sizes: Array, scales: Array | None
+) -> tuple[Array, tuple[Array, Array, Array, Array | None]]:
+    """Return the rows, and save the operands as they are."""
+    return _grouped(kinds, x, weight, sizes, scales), (x, weight, sizes, scales)
+
+
+def _backward(kinds: _Kinds, saved: tuple, gradient: Array) -> tuple[Array, Array, None, None]:
+    """Return the gradients of both operands; each is one product for every group."""
+    return *_gradients(gradient, saved, kinds), None, None
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _gradients(gradient: Array, saved: tuple[Any, ...], kinds: _Kinds) -> tuple[Array, Array]:
+    """Return the gradients of x and weight, whose derivatives raise an error."""
+    x, weight, sizes, scales = saved
+    of_outputs = _read(gradient, GRADIENTS, kinds, scales)
+    d_x = jax.lax.ragged_dot(of_outputs, _matrices(weight, kinds, scales), sizes, precision=HIGHEST)
+    rows, of_outputs = (
+        _read_along_rows(array, number, sizes, kinds, scales) for array, number in ((x, INPUTS), (gradient, GRADIENTS))
+    )
+    d_weight = jax.lax.ragged_dot_general(of_outputs, rows, sizes, OVER_ROWS, precision=HIGHEST)
+    return d_x.astype(x.dtype), d_weight.astype(weight.dtype)
+
+
+@_gradients.defjvp
+def _no_second_derivative(kinds: _Kinds, primals: tuple, tangents: tuple) -> tuple:
+    """Raise the error of second derivatives."""
+    raise RuntimeError(f"fp8_grouped_linear: {DIFFERENTIATED_TWICE}")
+
+
+def _read(x: Array, number: int, kinds: _Kinds, scales: Array | None) -> Array:
+    """Return the numbers float32 that a quantised matrix stands for."""
+    quantization: Quantization = kinds.recipe[number]
+    scale = None if scales is None else scales[number]
+    return dequantize(*quantize(x, quantization, scale, kinds.ranks), quantization)
+
+
+def _matrices(weight: Array, kinds: _Kinds, scales: Array | None) -> Array:
+    """Return the numbers that quantised weights stand for, with one scale for all or the blocks of each matrix."""
+    if kinds.recipe.weights.block is None:
+        return _read(weight.reshape(-1, weight.shape[-1]), WEIGHTS, kinds, scales).reshape(weight.shape)
+    return jax.vmap(lambda matrix: _read(matrix, WEIGHTS, kinds, scales))(weight)
+
+
+def _read_along_rows(x: Array, number: int, sizes: Array, kinds: _Kinds, scales: Array | None) -> Array:
+    """Return the numbers that rows stand for if blocks are columns of them, and begin at the first row of a group."""
+    if kinds.recipe[number].block is None:
+        return _read(x, number, kinds, scales)
+    blocks = -(-sizes // BLOCK)
+    shifts = (jnp.cumsum(blocks) - blocks) * BLOCK - (jnp.cumsum(sizes) - sizes)
+    places = jnp.arange(len(x)) + jnp.repeat(shifts, sizes, total_repeat_length=len(x))
+    whole_blocks = -(-len(x) // BLOCK) * BLOCK + len(sizes) * BLOCK
+    apart = jnp.zeros((whole_blocks, x.shape[1]), x.dtype).at[places].set(x)
+    return _read(apart.T, number, kinds, scales).T[places]
