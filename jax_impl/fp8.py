@@ -125,8 +125,9 @@ class Fp8Products(LinearProducts):
     ranks: SharingRanks = ALONE
     """Ranks that have other parts of the arrays."""
 
-    def __call__(self, x: Array, weight: Array, scales: Array | None = None) -> Array:
+    def __call__(self, x: Array, weight: Array, scales: Array | None = None, packed: Array | None = None) -> Array:
         """Return x @ weight.T in the type of x, differentiably."""
+        del packed
         return _linear(self, x, weight, scales)
 
     def input_gradient(self, x: Array, weight: Array, gradient: Array, scales: Array | None = None) -> Array:

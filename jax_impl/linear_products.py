@@ -14,24 +14,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import DTypeLike
 
 
 @dataclass(frozen=True)
 class LinearProducts:
     """The products of a linear map and of its gradients, in the type of its input."""
 
-    def __call__(self, x: Array, weight: Array, scales: Array | None = None) -> Array:
+    def __call__(self, x: Array, weight: Array, scales: Array | None = None, packed: Array | None = None) -> Array:
         """Return x @ weight.T, differentiably.
 
         Args:
             x: input. [..., I]
             weight: weight. [O, I]
             scales: scales of inputs, weights and gradients that come from earlier steps; only FP8 has some. [3]
+            packed: x as it is saved for backward; see activation_storage. None: x itself.
         """
+        del packed
         return x @ weight.T.astype(x.dtype)
 
-    def input_gradient(self, x: Array, weight: Array, gradient: Array, scales: Array | None = None) -> Array:
-        """Return the gradient of x from that of the output."""
+    def read(self, saved: Array, width: int, dtype: DTypeLike) -> Array:
+        """Return the input [..., width] from what is saved for backward in its place."""
+        return saved
+
+    def input_gradient(self, x: Any, weight: Array, gradient: Array, scales: Array | None = None) -> Array:
+        """Return the gradient of x, of which shape and type are read, from that of the output."""
         return gradient @ weight.astype(x.dtype)
 
     def weight_gradient(self, x: Array, gradient: Array, scales: Array | None = None) -> Array:
@@ -44,10 +51,13 @@ def as_matrix(x: Array) -> Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def multiply(products: LinearProducts, x: Array, weight: Array, scales: Array | None = None) -> Array:
+def multiply(
+    products: LinearProducts, x: Array, weight: Array, scales: Array | None = None, packed: Array | None = None
+) -> Array:
     """Return x @ weight.T by these products, with the tap of the weight if a context gives it one."""
     taps = _TAPS.get()
-    return products(x, weight, scales) if taps is None else taps.product(products, x, weight, scales)
+    multiplied = products if taps is None else partial(taps.product, products)
+    return multiplied(x, weight, scales, packed)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["input", "output", "scales"], meta_fields=["products"])
@@ -90,16 +100,18 @@ class LinearTaps:
     def __exit__(self, *exception: object) -> None:
         _TAPS.reset(self._before)
 
-    def product(self, products: LinearProducts, x: Array, weight: Array, scales: Array | None) -> Array:
+    def product(
+        self, products: LinearProducts, x: Array, weight: Array, scales: Array | None, packed: Array | None
+    ) -> Array:
         """Return x @ weight.T, with the tap of the weight if it has one."""
         name = self._names.get(id(weight))
         if name is None:
-            return products(x, weight, scales)
+            return products(x, weight, scales, packed)
         if name in self._twice or name in self.shapes:
             assert self._taps is None, f"{name} is the weight of two linear maps, but has one tap"
             self._twice.add(name)
             self.shapes.pop(name, None)
-            return products(x, weight, scales)
+            return products(x, weight, scales, packed)
         likes = (
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[0]), x.dtype),
@@ -107,9 +119,9 @@ class LinearTaps:
         )
         self.shapes[name] = LinearTap(*likes, products)
         if self._taps is None:
-            return products(x, weight, scales)
+            return products(x, weight, scales, packed)
         tap = self._taps[name]
-        return _tapped_product(products, x, weight, scales, (tap.input, tap.output, tap.scales))
+        return _tapped_product(products, x, weight, scales, packed, (tap.input, tap.output, tap.scales))
 
 
 _TAPS: ContextVar[LinearTaps | None] = ContextVar("linear taps", default=None)
@@ -118,24 +130,27 @@ Operands = tuple[Array, Array, Array | None]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tapped_product(products: LinearProducts, x: Array, weight: Array, scales: Array | None, tap: Operands) -> Array:
+def _tapped_product(
+    products: LinearProducts, x: Array, weight: Array, scales: Array | None, packed: Array | None, tap: Operands
+) -> Array:
     """Return x @ weight.T, with the operands of the weight gradient as gradients of the tap; see LinearTaps."""
-    return products(x, weight, scales)
+    return products(x, weight, scales, packed)
 
 
 def _tapped_forward(
-    products: LinearProducts, x: Array, weight: Array, scales: Array | None, tap: Operands
+    products: LinearProducts, x: Array, weight: Array, scales: Array | None, packed: Array | None, tap: Operands
 ) -> tuple[Array, Operands]:
     """Return the product, and save its operands."""
-    return products(x, weight, scales), (x, weight, scales)
+    return products(x, weight, scales, packed), (x if packed is None else packed, weight, scales)
 
 
 def _tapped_backward(
     products: LinearProducts, saved: Operands, grad: Array
-) -> tuple[Array, None, None, tuple[Array, Array, Array | None]]:
+) -> tuple[Array, None, None, None, tuple[Array, Array, Array | None]]:
     """Return the gradient of x, and x, the output gradient and the scales as gradients of the tap."""
-    x, weight, scales = saved
-    return products.input_gradient(x, weight, grad, scales), None, None, (x, grad, scales)
+    held, weight, scales = saved
+    x = products.read(held, weight.shape[1], grad.dtype)
+    return products.input_gradient(x, weight, grad, scales), None, None, None, (x, grad, scales)
 
 
 _tapped_product.defvjp(_tapped_forward, _tapped_backward)

@@ -8,7 +8,8 @@ Reference: Shazeer et al., arXiv 1701.06538; DeepSeek-AI, arXiv 2412.19437, sect
 and the shared expert; arXiv 2405.04434, section 2.2, for groups.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxtyping import Float, Int
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.parameters import ParameterSpec, mlp_specs
+from jax_impl.activation_storage import packed_activation
 from jax_impl.balance import divided_by_sum, token_balance
 from jax_impl.documents import PackedDocuments
 from jax_impl.modules import Linear
@@ -44,7 +46,7 @@ class MLP(nnx.Module):
         specs: Mapping[str, dict[str, ParameterSpec]] | None = None,
     ) -> None:
         specs = mlp_specs(config, layer_number) if specs is None else specs
-        self.activation = config.layer(layer_number).activation
+        self.activate = activation_function(config, layer_number)
         self.impl = config.impl
         self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["linear_fc1"])
         self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
@@ -65,8 +67,14 @@ class MLP(nnx.Module):
             [B, T, D]
         """
         inner = name_value(self.linear_fc1.with_bias(hidden_states), "fc1")
-        activated = (swiglu if self.activation == "swiglu" else gelu)(inner, self.impl)
+        activated = self.activate(inner, self.impl)
         return self.linear_fc2(name_value(activated, "activation"))[0]
+
+
+def activation_function(config: TransformerConfig, layer_number: int) -> Callable[..., Array]:
+    """Return the activation function of a layer's MLPs, which may save its input in 8 bits."""
+    function = swiglu if config.layer(layer_number).activation == "swiglu" else gelu
+    return function if config.activation_storage is None else partial(packed_activation, function)
 
 
 def choose_experts(
@@ -153,7 +161,7 @@ class Experts(nnx.Module):
         name: str,
         specs: Mapping[str, dict[str, ParameterSpec]],
     ) -> None:
-        self.activation = config.layer(layer_number).activation
+        self.activate = activation_function(config, layer_number)
         self.impl = config.impl
         self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["experts.linear_fc1"])
         self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["experts.linear_fc2"])
@@ -179,7 +187,7 @@ class Experts(nnx.Module):
         sizes = (chosen.reshape(-1, 1) == jnp.arange(len(self.linear_fc1.weight[...]))).sum(0)
         rows = jnp.repeat(x, count, 0)[by_expert]
         inner = name_value(self.linear_fc1.by_groups(rows, sizes), "fc1")
-        activated = (swiglu if self.activation == "swiglu" else gelu)(inner, self.impl)
+        activated = self.activate(inner, self.impl)
         outputs = self.linear_fc2.by_groups(name_value(activated, "activation"), sizes)
         weighted = outputs * weights.reshape(-1)[by_expert][:, None].astype(outputs.dtype)
         return weighted[jnp.argsort(by_expert)].reshape(*chosen.shape, -1).sum(1)

@@ -89,7 +89,8 @@ class SelfAttention(nnx.Module):
         batch, length, _ = hidden_states.shape
         heads = self.config.num_attention_heads
         groups = self.config.query_groups
-        qkv = self.linear_qkv.with_bias(hidden_states)
+        packed = self.linear_qkv.pack(hidden_states)
+        qkv = self.linear_qkv.with_bias(hidden_states, packed)
         qkv = qkv.reshape(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
         q = self._positioned(q, self.q_layernorm, context)
@@ -102,7 +103,7 @@ class SelfAttention(nnx.Module):
             attended, context.cache.layers[self.layer_number] = cached_attention(q, k, v, past, context.cache.length)
         attended = attended.reshape(batch, length, -1)
         if self.linear_gate is not None:
-            attended = attended * nnx.sigmoid(add_bias(*self.linear_gate(hidden_states)))
+            attended = attended * nnx.sigmoid(add_bias(*self.linear_gate(hidden_states, packed)))
         return self.linear_proj(attended)
 
     def _positioned(self, x: Array, norm: RMSNorm | None, context: ForwardContext) -> Array:
@@ -147,8 +148,11 @@ class LatentAttention(nnx.Module):
             context: context of the forward pass.
         """
         batch, length, _ = hidden_states.shape
-        q = add_bias(*self.linear_q_proj(hidden_states)).reshape(batch, length, self.config.num_attention_heads, -1)
-        down = name_value(add_bias(*self.linear_kv_down_proj(hidden_states)), "kv_latent")
+        packed = self.linear_q_proj.pack(hidden_states)
+        q = add_bias(*self.linear_q_proj(hidden_states, packed)).reshape(
+            batch, length, self.config.num_attention_heads, -1
+        )
+        down = name_value(add_bias(*self.linear_kv_down_proj(hidden_states, packed)), "kv_latent")
         latent, shared_key = jnp.split(down, (self.config.kv_lora_rank or 0,), axis=-1)
         latent = self.kv_layernorm(latent)
         if context.cache is None:

@@ -313,7 +313,7 @@ class GPTModel(nnx.Module):
 
     def __call__(
         self,
-        inputs: Int[Array, "b t"] | Float[Array, "b t *s d"],
+        inputs: Int[Array, "b t"] | Float[Array, "b p *s d"],
         targets: Int[Array, "b t"] | None = None,
         *,
         step: int | Integer[Array, ""] = 0,

@@ -55,29 +55,35 @@ def fp8_grouped_linear(
     operations.check_grouped_linear(operand("x", x), operand("weight", weight), (len(sizes),))
     check_scales(recipe, None if scales is None else operand("scales", scales))
     refuse_transformed("fp8_grouped_linear", "leave fp8 out", x, weight)
-    return _GroupedLinear.apply(x, weight, _Groups(tuple(sizes), recipe, scales, ranks))
+    return GroupedLinear.apply(x, weight, None, Groups(tuple(sizes), recipe, scales, ranks))
 
 
-class _Groups:
+class Groups:
     """The products of the groups, and the scales of their arrays.
 
     Args:
         sizes: number of rows of each group.
-        recipe: how the arrays are quantised.
+        recipe: how the arrays are quantised; None: not at all, in a subclass.
         scales: scales of inputs, weights and gradients that come from earlier steps. [3] float32
         ranks: ranks that have other parts of the arrays.
     """
 
     def __init__(
-        self, sizes: tuple[int, ...], recipe: ProductRecipe, scales: Tensor | None, ranks: SharingRanks
+        self, sizes: tuple[int, ...], recipe: ProductRecipe | None, scales: Tensor | None, ranks: SharingRanks
     ) -> None:
         self.sizes = sizes
         self.recipe = recipe
         self.scales = scales
         self.ranks = ranks
 
-    def products(self, x: Tensor, weight: Tensor, gradient: Tensor | None = None) -> Fp8Products:
+    def read(self, saved: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """Return the rows [M, width] from what is saved for backward in their place."""
+        del width, dtype
+        return saved
+
+    def products(self, x: Tensor, weight: Tensor, gradient: Tensor | None = None) -> Any:
         """Return the products of one group, with the scales of the arrays of all groups."""
+        assert self.recipe is not None, "a subclass has other products"
         if self.recipe.inputs.block is not None or self.scales is not None:
             return Fp8Products(self.recipe, weight.dtype, self.scales)
         arrays = ((x, INPUTS), (weight, WEIGHTS), (gradient, GRADIENTS))
@@ -90,13 +96,13 @@ class _Groups:
         return Fp8Products(with_given_scales(self.recipe), weight.dtype, torch.stack(found))
 
 
-class _GroupedLinear(torch.autograd.Function):
+class GroupedLinear(torch.autograd.Function):
     """The linear map of fp8_grouped_linear."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: _Groups) -> Tensor:
-        """Save the operands as they are, and multiply them quantised."""
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, packed: Tensor | None, groups: Groups) -> Tensor:
+        """Save the operands, the rows packed if they are given so, and multiply them."""
+        ctx.save_for_backward(x if packed is None else packed, weight)
         ctx.groups = groups
         products = groups.products(x, weight)
         y = x.new_empty(len(x), weight.shape[1])
@@ -106,12 +112,13 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients that are needed; each is one product for every group."""
-        x, weight = ctx.saved_tensors
-        groups: _Groups = ctx.groups
+        saved, weight = ctx.saved_tensors
+        groups: Groups = ctx.groups
+        x = groups.read(saved, weight.shape[2], gradient.dtype)
         products = groups.products(x, weight, gradient)
-        of_x, of_weight, _ = ctx.needs_input_grad
+        of_x, of_weight, *_ = ctx.needs_input_grad
         each = [*zip(gradient.split(groups.sizes), x.split(groups.sizes), weight, strict=True)]
         d_x = torch.empty_like(x) if of_x else None
         for into, operands in zip(() if d_x is None else d_x.split(groups.sizes), each, strict=False):
@@ -119,4 +126,4 @@ class _GroupedLinear(torch.autograd.Function):
         d_weight = torch.empty_like(weight) if of_weight else None
         for into, operands in zip(() if d_weight is None else d_weight, each, strict=False):
             into.copy_(products.weight_gradient(*operands))
-        return d_x, d_weight, None
+        return d_x, d_weight, None, None

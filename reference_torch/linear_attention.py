@@ -110,18 +110,19 @@ class _DeltaRuleMixer(nn.Module):
         sequences = context.sequences
         if isinstance(sequences, FLACPContext):
             sequences = sequences.of_layer(self.layer_number)
-        projected = _apply(self.linear_qkv, hidden_states)
-        beta = torch.sigmoid(at_least_float32(_apply(self.linear_beta, hidden_states)))
+        packed = self.linear_qkv.pack(hidden_states)
+        projected = _apply(self.linear_qkv, hidden_states, packed)
+        beta = torch.sigmoid(at_least_float32(_apply(self.linear_beta, hidden_states, packed)))
         if self.config.linear_allow_neg_eigval:
             beta = 2 * beta
-        decays = self._decays(hidden_states)
+        decays = self._decays(hidden_states, packed)
         if context.cache is not None:
             attended = self._decode(projected, decays, beta, context.cache)
         else:
             qkv = name_value(self.conv1d(projected, sequences), "short_conv")
             rule = partial(self._over_sequences, sequences=sequences)
             attended = context.recompute("core_attn", rule, *self._heads(qkv), decays, beta)
-        gate = _by_head(self._output_gate(hidden_states), self.config.linear_heads[1])
+        gate = _by_head(self._output_gate(hidden_states, packed), self.config.linear_heads[1])
         normed = self.out_norm(name_value(attended, "core_attn")) * gate
         return self.linear_proj(normed.flatten(2))
 
@@ -165,7 +166,7 @@ class _DeltaRuleMixer(nn.Module):
         """Create the projections of the decays and of the output gate."""
         raise NotImplementedError
 
-    def _decays(self, hidden_states: Tensor) -> Tensor:
+    def _decays(self, hidden_states: Tensor, packed: Tensor | None) -> Tensor:
         """Project hidden states to the argument g of the rule."""
         raise NotImplementedError
 
@@ -173,7 +174,7 @@ class _DeltaRuleMixer(nn.Module):
         """Apply the rule to q, k, v, g and beta, by token or in chunks; return outputs and final state."""
         raise NotImplementedError
 
-    def _output_gate(self, hidden_states: Tensor) -> Tensor:
+    def _output_gate(self, hidden_states: Tensor, packed: Tensor | None) -> Tensor:
         """Return the gate, which multiplies the output."""
         raise NotImplementedError
 
@@ -192,9 +193,11 @@ class GatedDeltaNet(_DeltaRuleMixer):
         self.linear_decay = Linear(self.config, f"{name}.linear_decay", specs["linear_decay"])
         self.linear_gate = Linear(self.config, f"{name}.linear_gate", specs["linear_gate"])
 
-    def _decays(self, hidden_states: Tensor) -> Tensor:
+    def _decays(self, hidden_states: Tensor, packed: Tensor | None) -> Tensor:
         """Return the log decays of gdn_gate, [B, T, HV]."""
-        return gdn_gate(_apply(self.linear_decay, hidden_states), self.decay_gate.A_log, self.decay_gate.dt_bias)
+        return gdn_gate(
+            _apply(self.linear_decay, hidden_states, packed), self.decay_gate.A_log, self.decay_gate.dt_bias
+        )
 
     def _rule(self, *arrays: Tensor, by_token: bool = False, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Apply the gated delta rule of GDN; see _DeltaRuleMixer."""
@@ -203,9 +206,9 @@ class GatedDeltaNet(_DeltaRuleMixer):
             return recurrent_gated_delta_rule(*arrays, **options)
         return chunk_gated_delta_rule(*arrays, impl=self.config.impl, **options)
 
-    def _output_gate(self, hidden_states: Tensor) -> Tensor:
+    def _output_gate(self, hidden_states: Tensor, packed: Tensor | None) -> Tensor:
         """Return the SiLU gate, [B, T, HV * V]."""
-        return F.silu(_apply(self.linear_gate, hidden_states))
+        return F.silu(_apply(self.linear_gate, hidden_states, packed))
 
 
 class KimiDeltaAttention(_DeltaRuleMixer):
@@ -224,9 +227,9 @@ class KimiDeltaAttention(_DeltaRuleMixer):
         self.linear_gate_down = Linear(self.config, f"{name}.linear_gate_down", specs["linear_gate_down"])
         self.linear_gate_up = Linear(self.config, f"{name}.linear_gate_up", specs["linear_gate_up"])
 
-    def _decays(self, hidden_states: Tensor) -> Tensor:
+    def _decays(self, hidden_states: Tensor, packed: Tensor | None) -> Tensor:
         """Return raw decays; the rule applies kda_gate to them."""
-        decays = _apply(self.linear_decay_up, _apply(self.linear_decay_down, hidden_states))
+        decays = _apply(self.linear_decay_up, _apply(self.linear_decay_down, hidden_states, packed))
         return _by_head(decays, self.config.linear_heads[1])
 
     def _rule(self, *arrays: Tensor, by_token: bool = False, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -240,14 +243,14 @@ class KimiDeltaAttention(_DeltaRuleMixer):
         )
         return recurrent_kda(*arrays, **options) if by_token else chunk_kda(*arrays, impl=self.config.impl, **options)
 
-    def _output_gate(self, hidden_states: Tensor) -> Tensor:
+    def _output_gate(self, hidden_states: Tensor, packed: Tensor | None) -> Tensor:
         """Return the sigmoid gate, [B, T, HV * V]."""
-        return torch.sigmoid(_apply(self.linear_gate_up, _apply(self.linear_gate_down, hidden_states)))
+        return torch.sigmoid(_apply(self.linear_gate_up, _apply(self.linear_gate_down, hidden_states, packed)))
 
 
-def _apply(linear_map: Linear, x: Tensor) -> Tensor:
-    """Apply a linear map and add its bias."""
-    return add_bias(*linear_map(x))
+def _apply(linear_map: Linear, x: Tensor, packed: Tensor | None = None) -> Tensor:
+    """Apply a linear map and add its bias; see Linear for ``packed``."""
+    return add_bias(*linear_map(x, packed))
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:

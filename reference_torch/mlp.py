@@ -8,7 +8,8 @@ Reference: Shazeer et al., arXiv 1701.06538; DeepSeek-AI, arXiv 2412.19437, sect
 and the shared expert; arXiv 2405.04434, section 2.2, for groups.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.parameters import ParameterSpec, mlp_specs
+from reference_torch.activation_storage import packed_activation
 from reference_torch.balance import divided_by_sum, token_balance
 from reference_torch.documents import PackedDocuments
 from reference_torch.modules import Linear
@@ -43,7 +45,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         specs = mlp_specs(config, layer_number) if specs is None else specs
-        self.activation = config.layer(layer_number).activation
+        self.activate = activation_function(config, layer_number)
         self.impl = config.impl
         self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["linear_fc1"])
         self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["linear_fc2"])
@@ -67,8 +69,15 @@ class MLP(nn.Module):
             [B, T, D]
         """
         inner = name_value(self.linear_fc1.with_bias(hidden_states), "fc1")
-        activated = recompute("activation", swiglu if self.activation == "swiglu" else gelu, inner, self.impl)
+        activated = recompute("activation", self.activate, inner, self.impl)
+        del inner  # which may be saved in 8 bits only
         return self.linear_fc2(name_value(activated, "activation"))[0]
+
+
+def activation_function(config: TransformerConfig, layer_number: int) -> Callable[..., Tensor]:
+    """Return the activation function of a layer's MLPs, which may save its input in 8 bits."""
+    function = swiglu if config.layer(layer_number).activation == "swiglu" else gelu
+    return function if config.activation_storage is None else partial(packed_activation, function)
 
 
 def choose_experts(
@@ -165,7 +174,7 @@ class Experts(nn.Module):
         specs: Mapping[str, dict[str, ParameterSpec]],
     ) -> None:
         super().__init__()
-        self.activation = config.layer(layer_number).activation
+        self.activate = activation_function(config, layer_number)
         self.impl = config.impl
         self.linear_fc1 = Linear(config, f"{name}.linear_fc1", specs["experts.linear_fc1"])
         self.linear_fc2 = Linear(config, f"{name}.linear_fc2", specs["experts.linear_fc2"])
@@ -191,10 +200,11 @@ class Experts(nn.Module):
         count = chosen.shape[1]
         by_expert = chosen.flatten().argsort(stable=True)
         sizes = torch.bincount(chosen.flatten(), minlength=len(self.linear_fc1.weight)).tolist()
-        rows = x.repeat_interleave(count, 0)[by_expert]
-        inner = name_value(self.linear_fc1.by_groups(rows, sizes), "fc1")
-        activated = recompute("activation", swiglu if self.activation == "swiglu" else gelu, inner, self.impl)
+        inner = self.linear_fc1.by_groups(x.repeat_interleave(count, 0)[by_expert], sizes)
+        activated = recompute("activation", self.activate, name_value(inner, "fc1"), self.impl)
+        del inner  # which may be saved in 8 bits only
         outputs = self.linear_fc2.by_groups(name_value(activated, "activation"), sizes)
+        del activated
         weighted = outputs * weights.flatten()[by_expert][:, None].to(outputs.dtype)
         return weighted[by_expert.argsort()].unflatten(0, (-1, count)).sum(1)
 

@@ -10,12 +10,14 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from diptych.plans.activation_storage import saved_input
 from diptych.plans.amax_history import NAME
 from diptych.plans.config import TransformerConfig
 from diptych.plans.fp8 import ProductRecipe, linear_recipe
 from diptych.plans.model.parameters import ParameterSpec, norm_spec, with_history
+from reference_torch.activation_storage import PlainProducts, packed_for_backward, packed_grouped_linear, packed_linear
 from reference_torch.amax_history import delayed_scales, observe
-from reference_torch.fp8 import ALONE, SharingRanks, fp8_linear
+from reference_torch.fp8 import ALONE, Fp8Products, SharingRanks, fp8_linear
 from reference_torch.grouped_fp8 import fp8_grouped_linear
 from reference_torch.ops import add_bias, grouped_linear, linear, parameter
 from reference_torch.tensor_parallel import WHOLE, TensorParallel
@@ -35,6 +37,8 @@ class Linear(nn.Module):
         self.weight = parameter(config, f"{name}.weight", specs["weight"])
         self.bias = parameter(config, f"{name}.bias", specs["bias"]) if "bias" in specs else None
         self.fp8 = linear_recipe(config, name)
+        self.saved_as = saved_input(config, name)
+        """Name of the input as it is saved for backward in 8 bits, or None."""
         history = with_history(config, name, specs).get(NAME)
         self.amax_history = None if history is None else parameter(config, f"{name}.{NAME}", history)
         self.gradient_factor = 1
@@ -42,16 +46,45 @@ class Linear(nn.Module):
         self.sharing_ranks = ALONE
         """See set_sharing_ranks."""
 
-    def forward(self, x: Float[Tensor, "b t i"]) -> tuple[Float[Tensor, "b t o"], Tensor | None]:
-        """Return x @ weight.T [B, T, O] and the bias [O] or None, which the caller adds."""
+    def forward(
+        self, x: Float[Tensor, "b t i"], packed: Tensor | None = None
+    ) -> tuple[Float[Tensor, "b t o"], Tensor | None]:
+        """Return x @ weight.T [B, T, O] and the bias [O] or None, which the caller adds.
+
+        Args:
+            x: input. [B, T, I]
+            packed: x as ``pack`` has returned it for another map of the same input.
+        """
+        if self.saved_as is not None:
+            return self._packed(x, self.pack(x) if packed is None else packed), self.bias
         return linear(x, self.weight) if self.fp8 is None else self._in_fp8(x, self.fp8), self.bias
 
-    def with_bias(self, x: Float[Tensor, "b t i"]) -> Float[Tensor, "b t o"]:
-        """Return x @ weight.T + bias [B, T, O], as one operation if that has no FP8 product."""
-        return linear(x, self.weight, self.bias) if self.fp8 is None else add_bias(*self(x))
+    def with_bias(self, x: Float[Tensor, "b t i"], packed: Tensor | None = None) -> Float[Tensor, "b t o"]:
+        """Return x @ weight.T + bias [B, T, O], as one operation if that has no 8-bit numbers."""
+        is_plain = self.fp8 is None and self.saved_as is None
+        return linear(x, self.weight, self.bias) if is_plain else add_bias(*self(x, packed))
+
+    def pack(self, x: Float[Tensor, "*b i"]) -> Tensor | None:
+        """Return the input as it is saved for backward in 8 bits, if it is; see activation_storage."""
+        return packed_for_backward(x, self.saved_as)
+
+    def _packed(self, x: Float[Tensor, "b t i"], packed: Tensor | None) -> Float[Tensor, "b t o"]:
+        """Return x @ weight.T [B, T, O], whose backward reads the input in 8 bits."""
+        if self.fp8 is None:
+            return packed_linear(x, self.weight.to(x.dtype), packed, PlainProducts())
+
+        def product(x: Tensor, weight: Tensor, recipe: ProductRecipe, scales: Any = None, ranks: Any = ALONE) -> Tensor:
+            return packed_linear(x, weight, packed, Fp8Products(recipe, weight.dtype, scales, ranks))
+
+        return self._in_fp8(x, self.fp8, product)
 
     def by_groups(self, x: Float[Tensor, "m i"], sizes: Sequence[int]) -> Float[Tensor, "m o"]:
         """Multiply consecutive rows by the matrix of their group, weight [E, O, I]; see ops.grouped_linear."""
+        if self.saved_as is not None:
+            packed = self.pack(x)
+            if self.fp8 is None:
+                return packed_grouped_linear(x, self.weight.to(x.dtype), sizes, packed)
+            return self._in_fp8(x, self.fp8, partial(_packed_by_groups, sizes, packed))
         if self.fp8 is None:
             return grouped_linear(x, self.weight, sizes)
         return self._in_fp8(x, self.fp8, partial(_fp8_by_groups, sizes))
@@ -70,6 +103,13 @@ class Linear(nn.Module):
 def _fp8_by_groups(sizes: Sequence[int], x: Tensor, weight: Tensor, *how: Any, **ranks: Any) -> Tensor:
     """Call fp8_grouped_linear with the arguments of fp8_linear, and sizes."""
     return fp8_grouped_linear(x, weight, sizes, *how, **ranks)
+
+
+def _packed_by_groups(
+    sizes: Sequence[int], packed: Tensor | None, x: Tensor, weight: Tensor, *how: Any, **ranks: Any
+) -> Tensor:
+    """Call packed_grouped_linear with the arguments of fp8_linear, sizes and packed rows."""
+    return packed_grouped_linear(x, weight, sizes, packed, *how, **ranks)
 
 
 def set_gradient_factor(module: nn.Module, factor: int) -> None:

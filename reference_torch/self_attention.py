@@ -99,7 +99,8 @@ class SelfAttention(nn.Module):
         batch, length, _ = hidden_states.shape
         heads = self.config.num_attention_heads
         groups = self.config.query_groups
-        qkv = self.linear_qkv.with_bias(hidden_states)
+        packed = self.linear_qkv.pack(hidden_states)
+        qkv = self.linear_qkv.with_bias(hidden_states, packed)
         qkv = qkv.view(batch, length, heads + 2 * groups, self.config.head_dim)
         q, k, v = qkv.split((heads, groups, groups), dim=2)
         q = self._positioned(q, self.q_layernorm, context)
@@ -110,13 +111,13 @@ class SelfAttention(nn.Module):
             past = context.cache.layers[self.layer_number]
             assert isinstance(past, AttentionState), "the cache was made for another layer pattern"
             attended, context.cache.layers[self.layer_number] = cached_attention(q, k, v, past, context.cache.length)
-        return self.linear_proj(self._gated(attended.flatten(2), hidden_states))
+        return self.linear_proj(self._gated(attended.flatten(2), hidden_states, packed))
 
-    def _gated(self, attended: Tensor, hidden_states: Tensor) -> Tensor:
+    def _gated(self, attended: Tensor, hidden_states: Tensor, packed: Tensor | None) -> Tensor:
         """Multiply the output of attention [B, T, H d] by its gate, if there is one."""
         if self.linear_gate is None:
             return attended
-        return attended * torch.sigmoid(add_bias(*self.linear_gate(hidden_states)))
+        return attended * torch.sigmoid(add_bias(*self.linear_gate(hidden_states, packed)))
 
     def _positioned(self, x: Tensor, norm: RMSNorm | None, context: ForwardContext) -> Tensor:
         """Norm queries or keys [B, T, H, d], if there is a norm, and turn them by their positions."""
@@ -161,8 +162,9 @@ class LatentAttention(nn.Module):
             context: context of the forward pass.
         """
         heads = self.config.num_attention_heads
-        q = add_bias(*self.linear_q_proj(hidden_states)).unflatten(-1, (heads, -1))
-        down = name_value(add_bias(*self.linear_kv_down_proj(hidden_states)), "kv_latent")
+        packed = self.linear_q_proj.pack(hidden_states)
+        q = add_bias(*self.linear_q_proj(hidden_states, packed)).unflatten(-1, (heads, -1))
+        down = name_value(add_bias(*self.linear_kv_down_proj(hidden_states, packed)), "kv_latent")
         latent, shared_key = down.split((self.config.kv_lora_rank or 0, self.config.qk_pos_emb_head_dim or 0), dim=-1)
         latent = self.kv_layernorm(latent)
         if context.cache is None:

@@ -291,7 +291,7 @@ class GPTModel(nn.Module):
 
     def forward(
         self,
-        inputs: Int[Tensor, "b t"] | Float[Tensor, "b t *s d"],
+        inputs: Int[Tensor, "b t"] | Float[Tensor, "b p *s d"],
         targets: Int[Tensor, "b t"] | None = None,
         *,
         step: int = 0,

@@ -38,6 +38,10 @@ BROKEN = {
         {"fp8": "e4m3", "fp8_amax_history_len": 4},
         r"fp8_amax_history_len: expected 16, the default, without fp8_recipe='delayed', got 4",
     ),
+    (TransformerConfig, "activation_storage"): (
+        {"activation_storage": "int8"},
+        r"activation_storage: expected one of \(None, 'fp8'\), got 'int8'",
+    ),
     (TransformerConfig, "fp8_recipe needs fp8"): (
         {"fp8_recipe": "blockwise"},
         r"fp8_recipe: expected 'current', the default, without fp8, got 'blockwise'; give fp8",

@@ -227,6 +227,7 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
             "fp8_amax_history_len": 2,
         },
     },
+    "storage": {"saved in 8 bits": {"params_dtype": "float32", "activation_storage": "fp8"}},
     "embedding": {"untied embedding": {"untie_embeddings_and_output_weights": True}},
     "attention": {"fused attention": {"use_flash_attn": True}, "grouped queries": {"num_query_groups": 1}},
     "heads": {
@@ -257,7 +258,7 @@ REFUSED = {
 """Dimensions and features that are rejected together with a feature."""
 QUICK = [name for name in FEATURES if name != "kernels"]
 """Features that do not run in the Triton interpreter."""
-RARE = ("kernels", "bf16", "FP8", "FP8 in blocks", "FP8, delayed")
+RARE = ("kernels", "bf16", "FP8", "FP8 in blocks", "FP8, delayed", "saved in 8 bits")
 """Features that are drawn only as one of the two fixed ones: kernels are slow, and narrow types hide small errors."""
 
 
@@ -340,6 +341,8 @@ WITH_FP8 = [
     ("FP8, delayed", "tensor-parallel ranks, tokens", "context ranks", "1f1b"),
     ("FP8, delayed", "replicas", "distributed optimizer", "zb-h1", "recompute core_attn + mlp", "parameters offloaded"),
     ("FP8", "tensor-parallel ranks, tokens", "context ranks", "zb-h1", "recompute core_attn + mlp"),
+    ("saved in 8 bits", "zb-h1", "mHC", "recompute mhc + layernorm", "parameters offloaded", "activations offloaded"),
+    ("saved in 8 bits", "FP8, delayed", "experts", "tensor-parallel ranks, tokens", "context ranks", "1f1b"),
     (
         "FP8, delayed",
         "experts in groups",
@@ -536,7 +539,7 @@ def assert_learns_as_plain(found: Outcome, composition: Composition, same_roundi
     dtype = composition.model.product_dtype
     adds_in_parts = composition.model.tensor_model_parallel_size * composition.model.context_parallel_size > 1
     if dtype == "float8" and same_rounding and not adds_in_parts:
-        dtype = "float32"
+        dtype = composition.model.compute_dtype
     exact = dtype == "float64"
     limit = 1e-10 if exact else GRADIENT[dtype]
     if dtype == "float8":  # of one rounding that falls otherwise; an unquantised product is 5e-2 away

@@ -42,22 +42,31 @@ VALUES = (
     "post_mlp_layernorm",
     "region_input",
     "region_output",
+    "mixer_input_fp8",
+    "mixer_output_fp8",
+    "mlp_input_fp8",
+    "fc1_fp8",
+    "activation_fp8",
 )
 """Names of a layer's values, equal in both backends, in kernels and in reports.
 
 residual_streams is the input of a sublayer, [B, T, S, D] or [B, T, D]; h_pre to expanded belong to hyper-connections;
 kv_latent is the output of the down projection of an mla layer; short_conv is the concatenation of q, k and v of a gdn
 or kda layer; fc1 and activation are the input and output of the activation function; region_input and region_output are
-what tensor-parallel ranks exchange before and after mixer and MLP, which only full recompute exchanges again.
+what tensor-parallel ranks exchange before and after mixer and MLP, which only full recompute exchanges again. Names
+that end in fp8 are inputs of linear maps and activation functions that are saved in 8 bits; see activation_storage.
 """
 
 MODULES: dict[str, tuple[str, ...]] = {
     "mhc": ("residual_streams", "h_pre", "h_post", "h_res", "aggregated", "mixed", "expanded"),
-    "layernorm": ("input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-    "pre_mlp_layernorm": ("pre_mlp_layernorm",),
+    "layernorm": (
+        *("input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        *("mixer_input_fp8", "mlp_input_fp8"),
+    ),
+    "pre_mlp_layernorm": ("pre_mlp_layernorm", "mlp_input_fp8"),
     "core_attn": ("attention_weights", "core_attn"),
-    "activation": ("activation",),
-    "mlp": ("fc1", "activation", "mlp_output"),
+    "activation": ("activation", "activation_fp8"),
+    "mlp": ("fc1", "activation", "mlp_output", "fc1_fp8", "activation_fp8"),
 }
 """Values that each module drops. ``mhc`` still saves residual_streams at the beginning of a block."""
 

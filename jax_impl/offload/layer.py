@@ -32,6 +32,7 @@ class LayerRule:
 
     Args:
         block: recompute block of the layer.
+        dropped: names of the values that are not saved.
         first: True if the input of the layer is saved, as for the first layer of a block.
         last: True if the replay is part of the layer's backward, as for the last layer of a block.
         analysis: analysis of the layer's program, shared by layers with equal programs.
@@ -39,10 +40,16 @@ class LayerRule:
     """
 
     def __init__(
-        self, block: RecomputeBlock, first: bool, last: bool, analysis: dict[str, Any], named: bool = False
+        self,
+        block: RecomputeBlock,
+        dropped: frozenset[str],
+        first: bool,
+        last: bool,
+        analysis: dict[str, Any],
+        named: bool = False,
     ) -> None:
         self._recomputed = named or block.kind != "none"
-        self._dropped = block.dropped
+        self._dropped = dropped
         self._first = first
         self._last = last
         self._analysis = analysis

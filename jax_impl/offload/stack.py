@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
+from diptych.plans.activation_storage import dropped_values
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
     ActivationStep,
@@ -187,7 +188,8 @@ class _Stack:
                 first = number == block.layers[0] or not replays_layers(block)
                 last = number == block.layers[-1] or not replays_layers(block)
                 known = analyses.setdefault((self._config.layer(number), block.kind, block.dropped, last), {})
-                rules[number] = LayerRule(block, first, last, known, self._context.named)
+                dropped = dropped_values(self._config, block.dropped)
+                rules[number] = LayerRule(block, dropped, first, last, known, self._context.named)
         return rules
 
     def infer(self, host_layers: Layers, on_device: Layers, taps: _Taps, x: Array, arrays: dict[int, Array]) -> Array:

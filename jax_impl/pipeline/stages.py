@@ -371,7 +371,7 @@ class Stages:
         """Return for staged arrays factors with which a sum over all ranks counts every entry of a parameter once."""
         size = self.tensor_parallel.size
 
-        def shares(name: str, x: Array) -> np.ndarray:
+        def shares(name: str, x: Array | jax.ShapeDtypeStruct) -> np.ndarray:
             split = self._split_of(name, x)
             counts = np.stack([share_counted(split, size, part) for part in range(size)])  # [n, entries or 1]
             counts = np.tile(counts, (x.shape[0] // size, 1))
@@ -382,7 +382,7 @@ class Stages:
 
         return self._by_name(shares, staged)
 
-    def _split_of(self, name: str, x: Array) -> Split | None:
+    def _split_of(self, name: str, x: Array | jax.ShapeDtypeStruct) -> Split | None:
         """Return the division of a parameter along the axes of an array that has some more before those."""
         spec = self.specs[name]
         split = spec.split

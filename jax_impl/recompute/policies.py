@@ -16,6 +16,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend.core import Literal, jaxprs_in_params
 
+from diptych.plans.activation_storage import dropped_values
 from diptych.plans.config import TransformerConfig
 from diptych.plans.recompute import VALUES, RecomputeBlock, recompute_blocks
 from jax_impl.carry import carried_through
@@ -49,7 +50,8 @@ def recompute_policy(config: TransformerConfig, block: RecomputeBlock | None = N
     if block is None:
         blocks = recompute_blocks(config)
         block = next((b for b in blocks if b.kind != "none"), blocks[0])
-    return checkpoint_policies.save_only_these_names(*(name for name in VALUES if name not in block.dropped))
+    dropped = dropped_values(config, block.dropped)
+    return checkpoint_policies.save_only_these_names(*(name for name in VALUES if name not in dropped))
 
 
 def checkpoint_blocks(

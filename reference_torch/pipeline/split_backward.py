@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from diptych.plans.fp8 import ProductRecipe
 from diptych.plans.schedule.messages import PipelineError
+from reference_torch.activation_storage import PackedProducts, packed_linear
 from reference_torch.fp8 import ALONE, Fp8Products, SharingRanks, fp8_linear
 
 
@@ -52,15 +53,15 @@ class DeferredWeightGradients(TorchFunctionMode):
         if read is not None and _may_defer():
             operation = _read(read, args, kwargs or {})
             if operation is not None:
-                x, weight, bias, kind = operation
+                x, weight, bias, kind, saved = operation
                 device = x.device.type
-                if torch.is_autocast_enabled(device) and func is not fp8_linear:
+                if torch.is_autocast_enabled(device) and func not in (fp8_linear, packed_linear):
                     dtype = torch.get_autocast_dtype(device)
                     x, weight, bias = (_autocast(tensor, dtype) for tensor in (x, weight, bias))
                 parameter = _leaf_of(weight)
                 if parameter is not None and _is_deferrable(weight, parameter):
                     with torch.autocast(device, enabled=False):
-                        return _Deferred.apply(x, weight, bias, parameter, self, kind)
+                        return _Deferred.apply(x, weight, bias, parameter, self, kind, x if saved is None else saved)
         return func(*args, **(kwargs or {}))
 
     def record(self, gradient: "_Recorded") -> None:
@@ -85,9 +86,16 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, deferred: Any, kind: Any
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        parameter: Tensor,
+        deferred: Any,
+        kind: Any,
+        saved: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(saved, weight)
         ctx.parameter = parameter
         ctx.deferred = deferred
         ctx.kind = kind
@@ -107,6 +115,7 @@ class _Deferred(torch.autograd.Function):
             ctx.kind.input_gradient(gradient, x, weight) if ctx.needs_input_grad[0] else None,
             of_weight,
             ctx.kind.bias_gradient(gradient) if ctx.needs_input_grad[2] else None,
+            None,
             None,
             None,
             None,
@@ -203,8 +212,9 @@ class _Recorded:
         parameter.grad = product if parameter.grad is None else parameter.grad.add_(product)
 
 
-_Operation = tuple[Tensor, Tensor, Tensor | None, Any] | None
-"""Input, weight, bias and kind of an operation; None: its weight gradient is not one of the known kinds."""
+_Operation = tuple[Tensor, Tensor, Tensor | None, Any, Tensor | None] | None
+"""Input, weight, bias and kind of an operation, and what it saves instead of its input, if anything; None: its weight
+gradient is not one of the known kinds."""
 
 
 def _read(read: Callable[..., _Operation], args: tuple, kwargs: dict[str, Any]) -> _Operation:
@@ -217,7 +227,7 @@ def _read(read: Callable[..., _Operation], args: tuple, kwargs: dict[str, Any]) 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Operation:
     fits = weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1])
-    return (input, weight, bias, _Linear()) if fits else None
+    return (input, weight, bias, _Linear(), None) if fits else None
 
 
 def _matmul(input: Tensor, other: Any = None, mat2: Any = None) -> _Operation:
@@ -225,12 +235,12 @@ def _matmul(input: Tensor, other: Any = None, mat2: Any = None) -> _Operation:
     if other is not None and mat2 is not None:  # out_dtype by position
         return None
     fits = isinstance(weight, Tensor) and weight.dim() == 2 and input.dim() >= 2
-    return (input, weight, None, _Product()) if fits else None
+    return (input, weight, None, _Product(), None) if fits else None
 
 
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> _Operation:
     fits = (beta, alpha) == (1, 1) and mat2.dim() == 2 and input.shape == mat2.shape[1:]
-    return (mat1, mat2, input, _Product()) if fits else None
+    return (mat1, mat2, input, _Product(), None) if fits else None
 
 
 def _convolution(apply: Callable[..., Tensor], dimensions: int) -> Callable[..., _Operation]:
@@ -249,7 +259,7 @@ def _convolution(apply: Callable[..., Tensor], dimensions: int) -> Callable[...,
             return None
         sizes = ([each] * dimensions if isinstance(each, int) else [*each] for each in (stride, padding, dilation))
         full = [each * dimensions if len(each) == 1 else each for each in sizes]
-        return input, weight, bias, _Convolution(apply, full[0], full[1], full[2], groups)
+        return input, weight, bias, _Convolution(apply, full[0], full[1], full[2], groups), None
 
     return read
 
@@ -257,12 +267,17 @@ def _convolution(apply: Callable[..., Tensor], dimensions: int) -> Callable[...,
 def _fp8_linear(
     x: Tensor, weight: Tensor, recipe: ProductRecipe, scales: Tensor | None = None, ranks: SharingRanks = ALONE
 ) -> _Operation:
-    return x, weight, None, Fp8Products(recipe, weight.dtype, scales, ranks)
+    return x, weight, None, Fp8Products(recipe, weight.dtype, scales, ranks), None
+
+
+def _packed_linear(x: Tensor, weight: Tensor, packed: Tensor | None, products: Any) -> _Operation:
+    return x, weight, None, PackedProducts(products), packed
 
 
 _READERS: dict[Any, Callable[..., _Operation]] = {
     functional.linear: _linear,
     fp8_linear: _fp8_linear,
+    packed_linear: _packed_linear,
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),

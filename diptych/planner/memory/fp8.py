@@ -1,7 +1,7 @@
 """Memory that PyTorch's FP8 linear maps need while they run; reference_torch/fp8.py runs them."""
 
 from diptych.plans.config import TransformerConfig
-from diptych.plans.fp8 import ProductRecipe, Quantization, blocks_of, linear_recipe
+from diptych.plans.fp8 import BLOCK, ProductRecipe, Quantization, blocks_of, linear_recipe
 
 WIDE = 4
 """Bytes of a float32."""
@@ -52,6 +52,20 @@ def grouped_scratch(config: TransformerConfig, name: str, rows: int, x: int, y: 
     outputs = y // item // rows
     forward, for_x, for_weight = _scratch(recipe, -(-rows // experts), inputs, outputs, item)
     return forward, max(for_x - WIDE * experts * inputs * outputs, for_weight)
+
+
+def pack_scratch(rows: int, width: int, item: int) -> tuple[int, int]:
+    """Return the bytes that a matrix needs beside itself while it is packed for backward, and while it is read back.
+
+    Args:
+        rows: rows of the matrix.
+        width: entries of a row.
+        item: bytes of an entry.
+    """
+    size = rows * width
+    spread = WIDE * rows * -(-width // BLOCK) * BLOCK
+    cast = WIDE * size if item < WIDE else 0
+    return cast + WIDE * size + spread, WIDE * size + spread
 
 
 def _scratch(recipe: ProductRecipe, tokens: int, inputs: int, outputs: int, item: int) -> tuple[int, int, int]:

@@ -1,8 +1,9 @@
 """A model's operations as PyTorch's eager autograd runs them, with the bytes that each reads, writes and saves."""
 
 from diptych.planner.memory.nodes import Layer, Node, Value
-from diptych.planner.memory.operations import ITEM_SIZES, OperationBuilder
+from diptych.planner.memory.operations import ITEM_SIZES, PACKED_IN, OperationBuilder
 from diptych.planner.memory.rule import RuleShape, rule_scratch
+from diptych.plans.activation_storage import ACTIVATION_INPUT
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
 from diptych.plans.model.layers import LayerConfig
 
@@ -85,12 +86,17 @@ class GraphBuilder(OperationBuilder):
             ("self_attention", mixer_norm, layer.self_attention_hyper_connection),
             ("mlp", mlp_norm, layer.mlp_hyper_connection),
         )
+        held: list[Value] = []
         for sublayer, norm, hyper in sublayers:
             connection = f"{prefix}.{sublayer}_hyper_connection"
             normed, mixed, h_post = self._read(nodes, x, connection if hyper else None)
             if layer.norm == "pre":
                 normed = self._layer_norm(nodes, normed, prefix, norm)
+            start = len(nodes)
             output = self._sublayer(nodes, normed, f"{prefix}.{sublayer}", layer)
+            for node in nodes[start:] if self.config.activation_storage else ():
+                node.alive += [normed, *held]  # variables of the layer's forward, which are not saved as they are
+            held = [output]
             if layer.norm == "post":
                 output = self._layer_norm(nodes, output, prefix, norm)
             x = self._write(nodes, output, mixed, h_post)
@@ -343,14 +349,18 @@ class GraphBuilder(OperationBuilder):
         rows = self.weights[f"{name}.linear_fc1.weight"] // ITEM_SIZES[self.config.params_dtype]
         fc1 = self.activation("fc1", rows // self.config.hidden_size)
         nodes += self._linear(normed, fc1, f"{name}.linear_fc1", region)
-        activated = self._activated(nodes, fc1, layer.activation)
+        activated = self._activated(nodes, fc1, rows // self.config.hidden_size, layer.activation)
         output = self.activation("mlp_output", self.config.hidden_size)
         nodes += self._linear(activated, output, f"{name}.linear_fc2", region)
         return self._biased(nodes, output, f"{name}.linear_fc2", region)
 
-    def _activated(self, nodes: list[Node], fc1: Value, activation: str) -> Value:
-        """Append the activation function of an MLP, and return its output."""
-        within = ("mlp_output", "activation")
+    def _activated(self, nodes: list[Node], fc1: Value, width: int, activation: str) -> Value:
+        """Append the activation function of an MLP, whose input has ``width`` entries a row, and return its output."""
+        within = PACKED_IN[ACTIVATION_INPUT]
+        if self.config.activation_storage is not None:
+            activated = Value("activation", fc1.size // (1 if activation == "gelu" else 2))
+            nodes += self._packed_activation(fc1, activated, width, within)
+            return activated
         if activation == "gelu":
             activated = Value("activation", fc1.size)
             nodes.append(Node([fc1], [activated], [fc1], within))
@@ -378,9 +388,10 @@ class GraphBuilder(OperationBuilder):
         nodes.append(Node([chosen], [by_expert], [], region, forward_scratch=2 * pairs))
         nodes.append(Node([normed], [copies], [], region))
         nodes.append(Node([copies, by_expert], [rows], [by_expert], region, backward_scratch=rows.size))
-        fc1 = self.activation("fc1", topk * layer.ffn_hidden_size * (2 if layer.activation == "swiglu" else 1))
+        width = layer.ffn_hidden_size * (2 if layer.activation == "swiglu" else 1)
+        fc1 = self.activation("fc1", topk * width)
         self._grouped_linear(nodes, rows, fc1, f"{name}.experts.linear_fc1")
-        activated = self._activated(nodes, fc1, layer.activation)
+        activated = self._activated(nodes, fc1, width, layer.activation)
         outputs = Value("outputs of the experts", rows.size)
         self._grouped_linear(nodes, activated, outputs, f"{name}.experts.linear_fc2")
         sorted_weights = self.coefficient("sorted weights of the experts", topk)

@@ -37,6 +37,8 @@ class Node:
     """Floating-point operations of its products, in forward."""
     recomputed_flops: int = 0
     """Part of flops that its backward recomputes, beside two products for each product of forward."""
+    widens_gradient: bool = False
+    """True if the gradient of its weight is widened once backward has released what the operation has saved."""
     is_linear: bool = False
     """True for a linear map, whose weight gradient a split backward leaves to W; others compute it in I."""
 

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from diptych.planner.memory.fp8 import DELAYED_BYTES, grouped_scratch, linear_scratch
+from diptych.planner.memory.fp8 import DELAYED_BYTES, grouped_scratch, linear_scratch, pack_scratch
 from diptych.planner.memory.nodes import Node, Value
 from diptych.planner.memory.regions import OUTPUT_MAPS, Regions
+from diptych.plans.activation_storage import ACTIVATION_INPUT, packed_width, saved_input
 from diptych.plans.amax_history import NAME
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.parameters import parameter_specs
@@ -14,6 +15,14 @@ from diptych.plans.model.philox import TILE_ROWS
 from diptych.plans.tensor_parallel import rank_config
 
 ITEM_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+PACKED_IN = {
+    "mlp_input_fp8": ("mlp_output",),
+    "activation_fp8": ("mlp_output", "activation"),
+    ACTIVATION_INPUT: ("mlp_output", "activation"),
+}
+"""Recomputed values whose replay packs an input again, besides the value that is packed."""
 
 
 class OperationBuilder:
@@ -38,6 +47,8 @@ class OperationBuilder:
         self.weights = {name: math.prod(spec.shape) * ITEM_SIZES[config.params_dtype] for name, spec in specs.items()}
         self.widths = {name: spec.shape[-1] for name, spec in specs.items()}
         self.streams = config.residual_streams
+        self._packed: dict[tuple[int, str], tuple[Value, Value]] = {}
+        """Inputs of linear maps and what they are saved as, by identity and name."""
 
     def activation(self, name: str, width: int) -> Value:
         """Return a value of ``width`` elements per token in the dtype of activations."""
@@ -113,9 +124,44 @@ class OperationBuilder:
         parameters = sum(self.weights.get(f"{name}.{own}", 0) for own in ("weight", "bias", NAME))
         in_fp8 = linear_scratch(self.config, name, self.tokens, x.size, y.size)
         rounded = self._saved_beside_input(name, bool(in_fp8))
-        scratch = in_fp8 or (0, sum(value.size for value in rounded))
-        flops = {"flops": self._product(weight), "is_linear": True}
-        return [Node([x], [y, *rounded], [x, *rounded], region, parameters, *scratch, **flops)]
+        forward, backward = in_fp8 or (0, sum(value.size for value in rounded))
+        nodes: list[Node] = []
+        more = {"flops": self._product(weight), "is_linear": True, "widens_gradient": backward > 0}
+        saved, unpack = self._saved_input(nodes, x, name)
+        backward = backward if saved is x else max(backward + x.size, unpack - weight)
+        saves = [saved, *rounded]
+        return [*nodes, Node([x], [y, *rounded], saves, region, parameters, forward, backward, **more)]
+
+    def _saved_input(self, nodes: list[Node], x: Value, name: str) -> tuple[Value, int]:
+        """Append the packing of a map's input, if it is packed and no map of the same input has done so.
+
+        Returns:
+            What the map saves in place of its input, and the bytes that are allocated while it is read.
+        """
+        stored = saved_input(self.config, name)
+        if stored is None:
+            return x, 0
+        width = self.widths[f"{name}.weight"]
+        rows = x.size // (self.item * width)
+        pack, unpack = pack_scratch(rows, width, self.item)
+        if (id(x), stored) not in self._packed:
+            packed = Value(stored, rows * packed_width(width))
+            region = (x.name, *PACKED_IN.get(stored, ()))
+            nodes.append(Node([x], [packed], [], region, forward_scratch=pack - packed.size))
+            self._packed[id(x), stored] = x, packed
+        return self._packed[id(x), stored][1], unpack
+
+    def _packed_activation(self, fc1: Value, activated: Value, width: int, region: tuple[str, ...]) -> list[Node]:
+        """Return an activation function that saves its input [rows, width] in 8 bits; backward repeats forward."""
+        rows = fc1.size // (self.item * width)
+        pack, unpack = pack_scratch(rows, width, self.item)
+        packed = Value(ACTIVATION_INPUT, rows * packed_width(width))
+        silu = activated.size if activated.size < fc1.size else 0  # of the gate, and its gradient
+        again = fc1.size + activated.size + 2 * silu
+        return [
+            Node([fc1], [packed], [], region, forward_scratch=pack - packed.size),
+            Node([fc1], [activated], [packed], region, forward_scratch=silu, backward_scratch=max(unpack, again)),
+        ]
 
     def _saved_beside_input(self, name: str, in_fp8: bool) -> list[Value]:
         """Return what a linear map saves for backward beside its input."""
@@ -141,9 +187,13 @@ class OperationBuilder:
         flops = self._product(weight // experts) * self.config.moe_router_topk
         in_fp8 = grouped_scratch(self.config, name, self.tokens * self.config.moe_router_topk, x.size, y.size)
         rounded = self._saved_beside_input(name, bool(in_fp8))
-        saves = [x, *rounded]
+        saved, unpack = self._saved_input(nodes, x, name)
+        saves = [saved, *rounded]
         # All experts' weight gradients exist twice while they are joined; the operands are freed by then.
         scratch = in_fp8 or (y.size, max(0, weight - y.size - sum(value.size for value in saves)))
+        if saved is not x:  # each expert's products are copied into place
+            forward, backward = in_fp8 or (y.size // experts, max(x.size, weight) // experts)
+            scratch = (forward, max(backward + x.size, unpack - x.size - weight))
         parameters = weight + self.weights.get(f"{name}.{NAME}", 0)
         nodes.append(Node([x], [y, *rounded], saves, ("mlp_output",), parameters, *scratch, flops=flops))
 

@@ -127,7 +127,7 @@ class Simulation:
             inside = {id(node) for node in region.nodes}
             others = [node for node in [*nodes[start:], *outside] if id(node) not in inside]
             is_last = region.nodes[-1] is nodes[-1]
-            region.close([v for node in others for v in node.reads], keeps_output=is_last)
+            region.close([v for node in others for v in [*node.reads, *node.saves]], keeps_output=is_last)
             if not region.outputs and not any(node.saves for node in region.nodes):
                 for node in region.nodes:  # nothing to discard: PyTorch does not recompute such a region
                     del self._region_of[id(node)]
@@ -136,7 +136,10 @@ class Simulation:
                 self._maker[id(value)] = region
             if block.kind != "full":
                 outputs = {id(value) for value in region.outputs}
-                read = max((i for i, node in enumerate(nodes) if outputs & {id(v) for v in node.reads}), default=0)
+                read = max(
+                    (i for i, node in enumerate(nodes) if outputs & {id(v) for v in [*node.reads, *node.saves]}),
+                    default=0,
+                )
                 end = next((e for e in ends if e > read), len(nodes))
                 discards.setdefault(end - 1, []).append(region)
 
@@ -168,8 +171,7 @@ class Simulation:
                 self._restore(node.saves)
             elif node.saves and not region.is_replayed:
                 self._replay(region)
-            # The gradient of a rounded weight is widened once backward has released its saved values.
-            is_rounded = node.is_linear and node.backward_scratch > 0
+            is_rounded = node.widens_gradient
             self._allocate(0 if is_rounded else node.parameters)
             new = 0
             for value in {id(v): v for v in node.reads}.values():

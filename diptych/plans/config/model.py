@@ -251,6 +251,8 @@ class TransformerConfig:
     (blockwise)."""
     fp8_amax_history_len: int = DEFAULT_HISTORY
     """Optimizer steps whose largest entries decide the scales of the delayed recipe."""
+    activation_storage: Literal["fp8"] | None = None
+    """Save the inputs of linear maps and of activation functions for backward in 8 bits; None: as they are."""
 
     def __post_init__(self) -> None:
         self.check(MODEL_RULES)
@@ -276,7 +278,7 @@ class TransformerConfig:
     @property
     def product_dtype(self) -> str:
         """Name the narrowest type of the operands of matrix products, as parity names its tolerances."""
-        return self.compute_dtype if self.fp8 is None else "float8"
+        return self.compute_dtype if self.fp8 is None and self.activation_storage is None else "float8"
 
     @property
     def schedule_name(self) -> str:

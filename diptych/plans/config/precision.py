@@ -50,6 +50,7 @@ FP8_RULES: tuple[Rule, ...] = (
         lambda c: f"fp8_recipe: expected 'current', the default, without fp8, got {c.fp8_recipe!r}; give fp8",
     ),
     count("fp8_amax_history_len"),
+    choice("activation_storage", (None, "fp8")),
     Rule(
         "fp8_amax_history_len needs delayed",
         lambda c: (c.fp8 is not None and c.fp8_recipe == "delayed") or c.fp8_amax_history_len == DEFAULT_HISTORY,

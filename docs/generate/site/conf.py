@@ -32,6 +32,7 @@ _TABLES_OF_CONTENTS = {
         "docs/tensor_parallel",
         "docs/distributed_optimizer",
         "docs/fp8",
+        "docs/activation_storage",
         "docs/kernels",
         "docs/planner",
     ],

@@ -1,0 +1,111 @@
+"""Values saved for backward in 8 bits, in NumPy; both backends read the same numbers.
+
+With ``activation_storage="fp8"``, a layer saves the inputs of its linear maps and of its activation function in 8 bits,
+and backward reads them: the gradient of a weight is g^T Q(x), and that of an activation function f is g f'(Q(x)), where
+
+    Q(x) = dequantize(quantize(x)),    e4m3, blocks of 1 x 128 channels, scales that are powers of two.
+
+Forward is exact. A value takes a byte for each entry and one for each block: the exponent of its scale. If recompute
+drops x, nothing is saved, and backward reads Q(x) all the same.
+
+Saved as they are: inputs of a map that another operation of the same layer saves anyway (the output of softmax
+attention without a gate, the input of a router), and those of the narrow maps of gates and decays.
+
+Reference: DeepSeek-AI, arXiv 2412.19437, section 3.3.2, which saves inputs of linear maps and of SwiGLU in 8 bits.
+"""
+
+import math
+
+import numpy as np
+
+from diptych.plans.config import TransformerConfig
+from diptych.plans.fp8 import BLOCK, Quantization, dequantize, quantize
+
+QUANTIZATION = Quantization("float8_e4m3fn", (1, BLOCK))
+"""How saved values are quantised."""
+ACTIVATION_INPUT = "fc1_fp8"
+"""Name of the saved input of an activation function."""
+_OF_MAP = {
+    **dict.fromkeys(
+        (
+            *("linear_qkv", "linear_q_proj", "linear_kv_down_proj", "linear_gate", "linear_gate_down"),
+            *("linear_decay", "linear_decay_down", "linear_beta"),
+        ),
+        "mixer_input_fp8",
+    ),
+    "linear_proj": "mixer_output_fp8",
+    "linear_fc1": "mlp_input_fp8",
+    "linear_fc2": "activation_fp8",
+}
+"""Name of the saved input of a linear map, by the last part of its canonical name."""
+
+
+SOFTMAX = ("attention", "mla")
+"""Mixers whose output softmax attention may save itself."""
+
+
+def saved_input(config: TransformerConfig, name: str) -> str | None:
+    """Return the name of the value that a linear map saves in 8 bits in place of its input; None: it saves the input.
+
+    Args:
+        config: configuration of the model.
+        name: canonical name of the map, such as ``decoder.layers.0.mlp.linear_fc1``.
+    """
+    if config.activation_storage is None:
+        return None
+    *_, layer, _, own = ["", "", *name.split(".")]
+    if own == "linear_proj" and not config.attention_output_gate and config.layer(int(layer)).mixer in SOFTMAX:
+        return None
+    return _OF_MAP.get(own)
+
+
+def dropped_values(config: TransformerConfig, dropped: frozenset[str]) -> frozenset[str]:
+    """Return the names of the values that a block does not save, of those that recompute drops.
+
+    Args:
+        config: configuration of the model.
+        dropped: values that recompute drops; see RecomputeBlock.
+    """
+    if config.activation_storage is None:
+        return dropped
+    replaced = {"input_layernorm", "pre_mlp_layernorm", "activation"}
+    if "activation" in dropped and "fc1" not in dropped:  # is computed again from the exact input
+        return dropped | replaced | {ACTIVATION_INPUT}
+    return dropped | replaced | {"fc1"}
+
+
+def packed_width(width: int) -> int:
+    """Return the bytes of a row of ``width`` entries in 8 bits, with the exponents of its scales."""
+    return width + -(-width // BLOCK)
+
+
+def pack(x: np.ndarray) -> np.ndarray:
+    """Return an array in 8 bits: the entries of a row, then the exponents of its scales.
+
+    Args:
+        x: floating-point array. [..., K]
+
+    Returns:
+        [..., packed_width(K)] uint8
+    """
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    values, inverse = quantize(rows.astype(np.float32), QUANTIZATION)
+    exponents = ((1 / inverse).astype(np.float32).view(np.int32) >> 23 & 255).astype(np.uint8)
+    joined = np.concatenate([values.view(np.uint8), exponents], axis=1)
+    return joined.reshape(*x.shape[:-1], packed_width(x.shape[-1]))
+
+
+def unpack(packed: np.ndarray, width: int) -> np.ndarray:
+    """Return the numbers that a packed array stands for.
+
+    Args:
+        packed: array that pack has returned. [..., packed_width(width)] uint8
+        width: entries of a row.
+
+    Returns:
+        [..., width] float32
+    """
+    rows = packed.reshape(-1, packed.shape[-1])
+    values = np.ascontiguousarray(rows[:, :width]).view(QUANTIZATION.dtype)
+    inverse = 1 / (rows[:, width:].astype(np.int32) << 23).view(np.float32)
+    return dequantize(values, inverse, QUANTIZATION).reshape(*packed.shape[:-1], width)

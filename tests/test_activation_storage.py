@@ -1,0 +1,124 @@
+"""Values saved in 8 bits: both backends read the numbers of the definition, save no others, and change no forward."""
+
+from dataclasses import replace
+
+import hypothesis.extra.numpy as arrays
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from diptych.plans import activation_storage as plan
+from diptych.plans import fp8
+from diptych.plans.recompute import VALUES
+from jax_impl import activation_storage as in_jax
+from jax_impl.linear_products import LinearProducts
+from parity.compare import relative_difference
+from reference_torch import activation_storage as in_torch
+from reference_torch import ops
+from reference_torch.fp8 import Fp8Products
+from reference_torch.recompute import residual_report
+from reference_torch.transformer import GPTModel
+from tests.backends import BACKENDS, model_gradients, normal
+from tests.test_fp8 import ANY_FLOAT, LATENT, LAYERS, TOKENS
+
+CONFIG = replace(LAYERS, activation_storage="fp8")
+MODELS = {
+    "layers": CONFIG,
+    "latent": replace(LATENT, activation_storage="fp8"),
+    "FP8": replace(CONFIG, fp8="hybrid", fp8_recipe="delayed"),
+    "experts": replace(CONFIG, layer_pattern="attention+moe,gdn", num_moe_experts=4, moe_ffn_hidden_size=12),
+    "post-norm, GELU": replace(CONFIG, layer_pattern="attention+post-norm+gelu,kda"),
+}
+SAVED = frozenset(name for name in VALUES if name.endswith("fp8"))
+
+
+@settings(max_examples=60)
+@given(arrays.arrays(np.float32, (3, 5), elements=ANY_FLOAT))
+def test_any_numbers_are_packed_to_the_same_bytes(x):
+    assert_packed_alike(x)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 128), (4, 130), (3, 257), (0, 130)], ids=str)
+def test_arrays_of_any_shape(shape):
+    assert_packed_alike(normal(0, *shape).astype(np.float32))
+
+
+def assert_packed_alike(x: np.ndarray) -> None:
+    packed = plan.pack(x)
+    assert packed.shape == (*x.shape[:-1], plan.packed_width(x.shape[-1]))
+    read = plan.unpack(packed, x.shape[-1])
+    finite = np.isfinite(x).all(-1)
+    of_torch, of_jax = in_torch.pack(torch.from_numpy(x)), in_jax.pack(jnp.asarray(x))
+    np.testing.assert_array_equal(in_torch.unpack(of_torch, x.shape[-1], torch.float32).numpy(), read)
+    np.testing.assert_array_equal(np.asarray(in_jax.unpack(of_jax, x.shape[-1], jnp.float32)), read)
+    for found in (of_torch, of_jax):
+        np.testing.assert_array_equal(np.asarray(found)[finite], packed[finite])
+    whole, inverse = fp8.quantize(x.reshape(-1, x.shape[-1]), plan.QUANTIZATION)
+    np.testing.assert_array_equal(read.reshape(whole.shape), fp8.dequantize(whole, inverse, plan.QUANTIZATION))
+
+
+@pytest.mark.parametrize("recipe", [None, fp8.product_recipe("e4m3", "blockwise")], ids=["float32", "FP8"])
+def test_backward_of_a_linear_map_reads_its_input_in_8_bits(recipe):
+    x, weight, gradient = normal(0, 3, 7, 140), normal(1, 9, 140), normal(2, 3, 7, 9)
+    x, weight, gradient = (a.astype(np.float32) for a in (x, weight, gradient))
+    read = plan.unpack(plan.pack(x), 140).reshape(-1, 140)
+    rows = gradient.reshape(-1, 9)
+    if recipe is None:
+        right = [x @ weight.T, gradient @ weight, rows.T @ read]
+        of_torch, of_jax = in_torch.PlainProducts(), LinearProducts()
+    else:
+        right = [
+            fp8.product(x.reshape(-1, 140), weight, recipe.inputs, recipe.weights).reshape(gradient.shape),
+            fp8.product(rows, weight.T, recipe.gradients, recipe.weights).reshape(x.shape),
+            fp8.product(rows.T, read.T, recipe.gradients, recipe.inputs),
+        ]
+        from jax_impl.fp8 import Fp8Products as JaxProducts
+
+        of_torch, of_jax = Fp8Products(recipe, torch.float32), JaxProducts(recipe)
+    given, of_weight = torch.from_numpy(x).requires_grad_(), torch.from_numpy(weight).requires_grad_()
+    y = in_torch.packed_linear(given, of_weight, in_torch.pack(given), of_torch)
+    ours = [y, *torch.autograd.grad(y, [given, of_weight], torch.from_numpy(gradient))]
+    products = in_jax.PackedProducts(of_jax)
+    theirs, pull_back = jax.vjp(lambda x, w: products(x, w, None, in_jax.pack(x)), jnp.asarray(x), jnp.asarray(weight))
+    for found, other, definition in zip(ours, (theirs, *pull_back(jnp.asarray(gradient))), right, strict=True):
+        assert relative_difference(found.detach().numpy(), definition) < 1e-6
+        assert relative_difference(np.asarray(other), definition) < 1e-6
+
+
+def test_backward_of_an_activation_function_reads_its_input_in_8_bits():
+    x, gradient = normal(0, 5, 260).astype(np.float32), normal(1, 5, 130).astype(np.float32)
+    given, read = (torch.from_numpy(a).requires_grad_() for a in (x, plan.unpack(plan.pack(x), 260)))
+    y = in_torch.packed_activation(ops.swiglu, given, "reference")
+    torch.testing.assert_close(y, ops.swiglu(given, "reference"), rtol=0, atol=0)
+    (ours,) = torch.autograd.grad(y, given, torch.from_numpy(gradient))
+    (right,) = torch.autograd.grad(ops.swiglu(read, "reference"), read, torch.from_numpy(gradient))
+    torch.testing.assert_close(ours, right, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_both_backends_compute_forward_exactly_and_have_the_gradients(kind):
+    config = MODELS[kind]
+    arguments = {"tokens": TOKENS, "cotangent": normal(1, 2, 8, 17), "step": 0}
+    (ours, of_torch), (theirs, of_jax) = (model_gradients(backend, config, **arguments) for backend in BACKENDS)
+    plain, exact = model_gradients("torch", replace(config, activation_storage=None), **arguments)
+    np.testing.assert_array_equal(ours, plain)
+    assert relative_difference(theirs, plain) <= 2e-6
+    far = {name: float(relative_difference(of_torch[name], of_jax[name])) for name in of_torch}
+    assert max(far.values()) <= (5e-2 if config.fp8 else 1e-4), far
+    changed = {name: float(relative_difference(of_torch[name], exact[name])) for name in of_torch}
+    of_maps = {name: value for name, value in changed.items() if name.endswith((".linear_qkv.weight", "fc2.weight"))}
+    assert 1e-3 < min(of_maps.values()) < max(of_maps.values()) < (0.2 if config.fp8 else 0.1), of_maps
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_inputs_are_saved_in_8_bits_and_not_as_they_are(kind):
+    config = MODELS[kind]
+    report = residual_report(GPTModel(config), torch.from_numpy(TOKENS))
+    assert report.keys() & SAVED
+    routed = {"pre_mlp_layernorm"} if "moe" in config.layer_pattern else set()
+    assert not report.keys() & ({"input_layernorm", "pre_mlp_layernorm", "fc1", "activation"} - routed)
+    for name in report.keys() & SAVED:
+        assert report[name].dtype == "uint8"
