@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from diptych.plans.activation_storage import ACTIVATION_INPUT, QUANTIZATION, packed_width
 from diptych.plans.fp8 import ProductRecipe
-from reference_torch.autograd import differentiable_once
+from reference_torch.autograd import differentiable_once, refuse_transformed, without_autocast
 from reference_torch.fp8 import ALONE, SharingRanks, dequantize, quantize
 from reference_torch.grouped_fp8 import GroupedLinear, Groups
 from reference_torch.recompute import name_value
@@ -86,7 +86,7 @@ class PackedProducts(NamedTuple):
         """Return x @ weight.T; there is no bias."""
         return self.products.forward(x, weight, bias)
 
-    def input_gradient(self, gradient: Tensor, saved: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, gradient: Tensor, saved: Tensor | None, weight: Tensor) -> Tensor:
         """Return the gradient of the input from that of the output."""
         like = gradient.new_empty(()).expand(*gradient.shape[:-1], weight.shape[1])
         return self.products.input_gradient(gradient, like, weight)
@@ -106,10 +106,15 @@ def packed_linear(
         weight: weight, in the type of x for PlainProducts. [O, I]
         packed: the input as packed_for_backward returns it. [..., packed_width(I)]
         products: PlainProducts or fp8.Fp8Products.
+
+    Raises:
+        NotImplementedError: torch.func transforms an argument.
     """
     if has_torch_function((x, weight)):  # such as the mode that defers gradients of weights
         return handle_torch_function(packed_linear, (x, weight), x, weight, packed, products)
-    return _PackedLinear.apply(x, weight, packed, PackedProducts(products))
+    refuse_transformed("packed_linear", "leave activation_storage out", x, weight)
+    with without_autocast(x.device.type):
+        return _PackedLinear.apply(x, weight, packed, PackedProducts(products))
 
 
 class _PackedLinear(torch.autograd.Function):
@@ -117,8 +122,9 @@ class _PackedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, packed: Tensor | None, products: PackedProducts) -> Tensor:
-        """Save the packed input, or the input if recompute frees it."""
-        ctx.save_for_backward(x if packed is None else packed, weight)
+        """Save the packed input, or the input if recompute frees it; without a gradient of the weight, neither."""
+        saved = x if packed is None else packed
+        ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, weight)
         ctx.products = products
         return products.forward(x, weight).data  # recompute cannot free a view
 
@@ -177,6 +183,7 @@ def packed_activation(function: Callable[..., Tensor], x: Float[Tensor, "*b k"],
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return function(x, impl)
+    refuse_transformed("packed_activation", "leave activation_storage out", x)
     return _PackedActivation.apply(x, packed_for_backward(x, ACTIVATION_INPUT), lambda x: function(x, impl))
 
 

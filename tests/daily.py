@@ -9,6 +9,10 @@ from collections import Counter
 
 EVERY = {
     # Fuzzers of offload, pipelines and compositions draw these, among a hundred programs each.
+    # Every combination of two takes a second or more, and each part is tested for itself every day.
+    "tests/planner/test_memory.py::test_values_saved_in_8_bits_within_two_percent": 7,
+    "tests/test_activation_storage.py::test_both_backends_change_no_forward_and_have_the_gradients": 3,
+    "tests/test_grouped_fp8.py::test_both_backends_have_the_gradients": 3,
     "tests/offload/test_lifetime.py::test_three_hundred_steps_leave_nothing": 0,
     "tests/offload/test_lifetime.py::test_thirty_managers_leave_nothing": 0,
     "tests/offload/test_lifetime.py::test_a_process_ends_and_forks_with_layers_away": 2,

@@ -1,6 +1,7 @@
 """Values saved in 8 bits: both backends read the numbers of the definition, save no others, and change no forward."""
 
 from dataclasses import replace
+from typing import Any
 
 import hypothesis.extra.numpy as arrays
 import jax
@@ -99,7 +100,7 @@ def test_backward_of_an_activation_function_reads_its_input_in_8_bits():
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_both_backends_compute_forward_exactly_and_have_the_gradients(kind):
+def test_both_backends_change_no_forward_and_have_the_gradients(kind):
     config = MODELS[kind]
     arguments = {"tokens": TOKENS, "cotangent": normal(1, 2, 8, 17), "step": 0}
     (ours, of_torch), (theirs, of_jax) = (model_gradients(backend, config, **arguments) for backend in BACKENDS)
@@ -111,6 +112,29 @@ def test_both_backends_compute_forward_exactly_and_have_the_gradients(kind):
     changed = {name: float(relative_difference(of_torch[name], exact[name])) for name in of_torch}
     of_maps = {name: value for name, value in changed.items() if name.endswith((".linear_qkv.weight", "fc2.weight"))}
     assert 1e-3 < min(of_maps.values()) < max(of_maps.values()) < (0.2 if config.fp8 else 0.1), of_maps
+
+
+def test_a_frozen_weight_saves_no_input_and_transforms_are_refused():
+    x, weight = torch.randn(4, 130, requires_grad=True), torch.randn(3, 130)
+    y = in_torch.packed_linear(x, weight, in_torch.pack(x), in_torch.PlainProducts())
+    node: Any = y.grad_fn
+    assert [saved is None for saved in node.saved_tensors] == [True, False]
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], weight.sum(0).expand(4, -1))
+    with pytest.raises(NotImplementedError, match=r"packed_linear: .*leave activation_storage out"):
+        torch.func.vmap(lambda x: in_torch.packed_linear(x, weight, None, in_torch.PlainProducts()))(x[:, None])
+
+
+def test_autocast_does_not_change_a_model():
+    model: Any = GPTModel(CONFIG)
+    tokens = torch.from_numpy(TOKENS)
+    results: list[Any] = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", enabled=enabled, cache_enabled=False):
+            linear = model.decoder.layers["0"].mlp.linear_fc1
+            y = linear(torch.ones(1, 2, 24, requires_grad=True))[0]
+        results.append([y, *torch.autograd.grad(y.float().sum(), [linear.weight])])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert model(tokens).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", MODELS)

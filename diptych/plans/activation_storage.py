@@ -40,10 +40,6 @@ _OF_MAP = {
 """Name of the saved input of a linear map, by the last part of its canonical name."""
 
 
-SOFTMAX = ("attention", "mla")
-"""Mixers whose output softmax attention may save itself."""
-
-
 def saved_input(config: TransformerConfig, name: str) -> str | None:
     """Return the name of the value that a linear map saves in 8 bits in place of its input; None: it saves the input.
 
@@ -54,8 +50,10 @@ def saved_input(config: TransformerConfig, name: str) -> str | None:
     if config.activation_storage is None:
         return None
     *_, layer, _, own = ["", "", *name.split(".")]
-    if own == "linear_proj" and not config.attention_output_gate and config.layer(int(layer)).mixer in SOFTMAX:
-        return None
+    if own == "linear_proj":  # the output of softmax attention, which attention may save, or its product with a gate
+        mixer = config.layer(int(layer)).mixer
+        if mixer == "mla" or (mixer == "attention" and not config.attention_output_gate):
+            return None
     return _OF_MAP.get(own)
 
 
