@@ -59,6 +59,21 @@ def packed_for_backward(x: Float[Array, "*b k"], name: str | None) -> UInt8[Arra
     return None if name is None else name_value(pack(x), name)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _once(backward: Callable[..., Any], *operands: Any) -> Any:
+    """Return ``backward(*operands)``, whose derivative raises an error, because packed values have none."""
+    return backward(*operands)
+
+
+@_once.defjvp
+def _no_second_derivative(backward: Callable[..., Any], primals: tuple, tangents: tuple) -> tuple:
+    """Raise the error of second derivatives."""
+    raise RuntimeError(
+        "activation_storage: expected to be differentiated once, got a derivative of a gradient; leave "
+        "activation_storage out"
+    )
+
+
 def _packed_first(y: Array, packed: Array) -> tuple[Array, Array]:
     """Return both, so that XLA packs before it uses y, and does not hold the exact input until backward."""
     return lax.optimization_barrier((y, packed))
@@ -108,10 +123,14 @@ def _forward(
 
 def _backward(products: PackedProducts, saved: Saved, gradient: Array) -> tuple[Array, Array, None, None]:
     """Return the gradients of both operands; each is one product."""
-    packed, weight, scales = saved
-    x = products.read(packed, weight.shape[1], gradient.dtype)
-    of_weight = products.weight_gradient(x, gradient, scales).astype(weight.dtype)
-    return products.input_gradient(x, weight, gradient, scales), of_weight, None, None
+
+    def gradients(saved: Saved, gradient: Array) -> tuple[Array, Array]:
+        packed, weight, scales = saved
+        x = products.read(packed, weight.shape[1], gradient.dtype)
+        of_weight = products.weight_gradient(x, gradient, scales).astype(weight.dtype)
+        return products.input_gradient(x, weight, gradient, scales), of_weight
+
+    return *_once(gradients, saved, gradient), None, None
 
 
 _packed_linear.defvjp(_forward, _backward)
@@ -173,10 +192,13 @@ def _grouped_forward(how: Any, x: Array, weight: Array, sizes: Array, scales: Ar
 
 def _grouped_backward(how: Any, saved: Any, gradient: Array) -> tuple[Array, Array, None, None, None]:
     """Return the gradients of both operands, at the rows that were read."""
-    packed, weight, sizes, scales = saved
-    x = unpack(packed, weight.shape[2], gradient.dtype)
-    pull_back = jax.vjp(lambda x, weight: _by_groups(how, x, weight, sizes, scales), x, weight)[1]
-    return *pull_back(gradient), None, None, None
+
+    def gradients(saved: Any, gradient: Array) -> tuple[Array, Array]:
+        packed, weight, sizes, scales = saved
+        x = unpack(packed, weight.shape[2], gradient.dtype)
+        return jax.vjp(lambda x, weight: _by_groups(how, x, weight, sizes, scales), x, weight)[1](gradient)
+
+    return *_once(gradients, saved, gradient), None, None, None
 
 
 _packed_grouped.defvjp(_grouped_forward, _grouped_backward)
@@ -208,8 +230,11 @@ def _activation_backward(
     function: Callable[[Array], Array], width: int, packed: Array, gradient: Array
 ) -> tuple[Array, None]:
     """Return the gradient of the function at the numbers that were saved."""
-    (d_x,) = jax.vjp(function, unpack(packed, width, gradient.dtype))[1](gradient)
-    return d_x, None
+
+    def gradients(packed: Array, gradient: Array) -> tuple[Array]:
+        return jax.vjp(function, unpack(packed, width, gradient.dtype))[1](gradient)
+
+    return *_once(gradients, packed, gradient), None
 
 
 _activation.defvjp(_activation_forward, _activation_backward)

@@ -124,6 +124,22 @@ def test_a_frozen_weight_saves_no_input_and_transforms_are_refused():
         torch.func.vmap(lambda x: in_torch.packed_linear(x, weight, None, in_torch.PlainProducts()))(x[:, None])
 
 
+def test_second_derivatives_are_refused_in_jax():
+    """PyTorch's custom functions refuse them too; see tests/test_fp8.py."""
+    x, weight, rows = jnp.ones((5, 130)), jnp.ones((3, 130)), jnp.ones((2, 3, 130))
+    products = in_jax.PackedProducts(LinearProducts())
+    functions = [
+        lambda x: products(x, weight, None, in_jax.pack(x)),
+        lambda x: in_jax.packed_grouped_linear(x, rows, jnp.array([2, 3]), in_jax.pack(x)),
+        lambda x: in_jax.packed_activation(lambda x, impl: x**3, x, "reference"),
+    ]
+    for function in functions:
+        first = jax.grad(lambda x, function=function: (function(x) ** 2).sum())
+        assert np.isfinite(first(x)).all()
+        with pytest.raises(RuntimeError, match="activation_storage: expected to be differentiated once"):
+            jax.grad(lambda x, first=first: first(x).sum())(x)
+
+
 def test_autocast_does_not_change_a_model():
     model: Any = GPTModel(CONFIG)
     tokens = torch.from_numpy(TOKENS)
