@@ -33,7 +33,8 @@ def is_8_bit_product(a: Quantized, b: Quantized) -> bool:
 
     PyTorch takes blocks of e4m3 only. Blocks are whole along the axis that is added up.
     """
-    (rows, sums), columns = a.values.shape, len(b.values)
+    rows, sums = a.values.shape
+    columns = len(b.values)
     if a.values.device.type != "cuda" or not (rows and sums and columns) or columns % ALIGNMENT:
         return False
     capability = torch.cuda.get_device_capability(a.values.device)
@@ -55,7 +56,8 @@ def product_in_8_bits(a: Quantized, b: Quantized) -> Float[Tensor, "m n"]:
     Returns:
         [M, N] float32
     """
-    (scale_a, type_a), (scale_b, type_b) = _scale(a), _scale(b)
+    scale_a, type_a = _scale(a)
+    scale_b, type_b = _scale(b)
     return functional.scaled_mm(
         a.values.contiguous(), b.values.contiguous().T, scale_a, type_a, scale_b, type_b, output_dtype=torch.float32
     )

@@ -78,7 +78,9 @@ def _scratch(recipe: ProductRecipe, tokens: int, inputs: int, outputs: int, item
         outputs: columns of the output.
         item: bytes of an entry of input and output.
     """
-    x, y, weight = tokens * inputs, tokens * outputs, inputs * outputs
+    x = tokens * inputs
+    y = tokens * outputs
+    weight = inputs * outputs
     of_x = _operand((tokens, inputs), recipe.inputs, item)
     of_y = _operand((tokens, outputs), recipe.gradients, item)
     of_weight = _operand((outputs, inputs), recipe.weights, WIDE)
