@@ -71,8 +71,8 @@ class PlanRequest:
     """Bytes per rank, as in 80GiB. With ranks: search the fastest configurations that fit. With generate_schedule:
     limit for every rank, including parameters, gradients and moments."""
     activation_memory_budget: str | None = None
-    """Bytes of activations, temporary buffers and gradients of a microbatch, as in 2GiB: finds the recompute_layout
-    with the least recomputation that fits."""
+    """Bytes of a rank's activations, temporary buffers, messages and gradients in a step, as in 2GiB: finds the
+    recompute_layout with the least recomputation that fits."""
     ranks: int | None = None
     """Ranks of the whole mesh, for the search."""
     global_batch_size: int | None = None
@@ -187,6 +187,11 @@ class PlanRequest:
     def sequences_at_once(self) -> int:
         """Sequences of a microbatch."""
         return self.micro_batch_size
+
+    @property
+    def microbatches_at_most(self) -> int:
+        """Microbatches of a step."""
+        return self.num_microbatches
 
     @property
     def machine(self) -> Machine:

@@ -7,7 +7,7 @@ per block, which saves every named value except the dropped ones.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Literal, NamedTuple
 
 from diptych.plans.config import TransformerConfig
@@ -16,6 +16,7 @@ from diptych.plans.schedule.partition import get_num_layers_to_build, get_transf
 
 NO_RECOMPUTE = {field.name: field.default for field in fields(TransformerConfig) if "recompute" in field.name}
 """Settings of a model without recompute (the defaults)."""
+
 
 VALUES = (
     "residual_streams",
@@ -96,6 +97,11 @@ class RecomputeBlock(NamedTuple):
         if self.kind == "full":
             return frozenset(VALUES)
         return frozenset(name for module in self.modules for name in MODULES[module])
+
+
+def without_recompute(config: TransformerConfig) -> TransformerConfig:
+    """Return the same model without recompute."""
+    return replace(config, **NO_RECOMPUTE)
 
 
 def format_layout(blocks: Iterable[RecomputeBlock]) -> str:

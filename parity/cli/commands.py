@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from diptych.planner.budget import fit_budget
+from diptych.planner.budget import BudgetPlan, fit_budget
 from diptych.planner.request import PlanRequest, parse_bytes
 from diptych.planner.step_time import Machine
 from diptych.plans.checkpoint import list_checkpoints, with_definition, with_model_of
@@ -77,6 +77,7 @@ def with_configuration(command: Any, given: Collection[str]) -> Any:
     if source is not None:
         found = with_definition(find_model(source), found, given, source)
     config = TransformerConfig(**vars(found))
+    fitted = None
     if command.activation_memory_budget is not None:
         budget = parse_bytes("activation_memory_budget", command.activation_memory_budget)
         decided = [name for name, default in NO_RECOMPUTE.items() if getattr(config, name) != default]
@@ -85,8 +86,12 @@ def with_configuration(command: Any, given: Collection[str]) -> Any:
                 f"activation_memory_budget: expected None with {', '.join(decided)}, got "
                 f"{command.activation_memory_budget!r}, which chooses the recompute of every layer"
             )
-        config = fit_budget(config, command.sequences_at_once, budget, command.machine).config
-    return replace(command, model=config, activation_memory_budget=None)
+        shape = command.sequences_at_once, budget, command.machine, command.microbatches_at_most
+        fitted = fit_budget(config, *shape)
+        config = fitted.config
+    found_command = replace(command, model=config, activation_memory_budget=None)
+    object.__setattr__(found_command, "fitted", fitted)  # a result, not a flag
+    return found_command
 
 
 def _demo_model() -> ModelFlags:
@@ -108,8 +113,10 @@ class TrainingRun:
     """Weights to begin with, from diptych import or a run: a checkpoint, or a folder whose newest one is read. They
     define the model: its settings need no flags. Beside them may be the model's own tokenizer. None: new weights."""
     activation_memory_budget: str | None = None
-    """Bytes of activations, temporary buffers and gradients of a step's first microbatch, as in 2GiB: recompute as
+    """Bytes of a rank's activations, temporary buffers, messages and gradients in a step, as in 2GiB: recompute as
     little as fits. None: the recompute settings as they are. With replicas, give micro_batch_size."""
+    fitted: BudgetPlan | None = field(default=None, init=False)
+    """The recompute that fits activation_memory_budget."""
     num_threads: int = 1
     """CPU threads of PyTorch; XLA uses all cores that the process may use."""
     log_interval: int = 20
@@ -119,6 +126,12 @@ class TrainingRun:
     def sequences_at_once(self) -> int:
         """Sequences of a microbatch, or of a step on one replica."""
         return self.train.microbatch
+
+    @property
+    def microbatches_at_most(self) -> int:
+        """Microbatches of a step on one replica, as far as the number of replicas is known."""
+        replicas = max(1, (getattr(self, "nproc", None) or 1) // self.model.model_parallel_size)
+        return max(1, self.train.global_batch_size // self.train.microbatch // replicas)
 
     @property
     def machine(self) -> Machine:
@@ -264,6 +277,8 @@ class Plan(PlanRequest):
     model_source: Annotated[str | None, tyro.conf.arg(name="model", metavar="NAME|FOLDER")] = None
     """Published model by name (docs/models.md lists them), or Hugging Face folder whose config.json defines the model;
     its settings need no flags. Weights are not read."""
+    fitted: BudgetPlan | None = field(default=None, init=False)
+    """The recompute that fits activation_memory_budget."""
 
 
 @dataclass(frozen=True)

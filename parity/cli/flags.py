@@ -72,7 +72,7 @@ def flags_of(command: type) -> dict[str, Any]:
     for each in fields(command):
         if each.name in GROUPS:
             found |= flags_of(GROUPS[each.name])
-        elif each.name not in POSITIONAL:
+        elif each.init and each.name not in POSITIONAL:
             found[each.name] = hints[each.name]
     return found
 

@@ -23,7 +23,7 @@ from diptych.planner.page import PageRequest, write_page
 from diptych.planner.reports.console import print_written
 from diptych.planner.reports.context import print_context
 from diptych.planner.reports.generate import print_generated
-from diptych.planner.reports.memory import describe_blocks, print_plan
+from diptych.planner.reports.memory import describe_blocks, describe_fit, print_plan
 from diptych.planner.reports.mesh import describe_mesh, print_mesh
 from diptych.planner.reports.offload import print_offload
 from diptych.planner.reports.schedule import print_schedule
@@ -256,6 +256,8 @@ def _plan(command: Plan, console: Console) -> int:
     if command.model_source is not None:
         console.print(f"{command.model_source}: {_describe_size(model)}", highlight=False, markup=False)
     console.print(describe_mesh(model, command.data_parallel_size), highlight=False)
+    if command.fitted is not None:
+        console.print(describe_fit(command.fitted), highlight=False)
     if command.generate_schedule is not None:
         model = print_generated(console, command, command.generate_schedule, name_settings)
     elif model.pipeline_model_parallel_size > 1:
@@ -265,7 +267,7 @@ def _plan(command: Plan, console: Console) -> int:
             command.write_schedule.write_text(schedule_to_csv(schedule_for(model, command.num_microbatches)))
             print_written(console, command.write_schedule)
     else:
-        print_plan(console, model, command.micro_batch_size)
+        print_plan(console, model, *shape)
     if model.context_parallel_size > 1:
         print_context(console, model, command.micro_batch_size)
     console.print()
@@ -401,4 +403,6 @@ def _print_setting(run: TrainingRun, corpus, console: Console) -> None:
     )
     if any("recompute" in name and value for name, value in vars(model).items()):
         console.print(f"recompute, blocks: {describe_blocks(model)}")
+    if run.fitted is not None:
+        console.print(describe_fit(run.fitted), highlight=False)
     console.print(f"corpus: {corpus.name}, {len(corpus.training):,} bytes (digest {corpus.digest})", markup=False)

@@ -82,8 +82,8 @@ def measure_rank(config: TransformerConfig, batch: int) -> tuple[int, int]:
     return min(each.saved for each in found), min(each.peak for each in found)
 
 
-def measure_part(config: TransformerConfig, batch: int) -> int:
-    """Bytes that the model keeps for backward of this rank's part of some sequences."""
+def measure_part(config: TransformerConfig, batch: int) -> tuple[int, int]:
+    """Bytes that the model keeps for backward of this rank's part of some sequences, and the most at any time."""
     model, group, length = GPTModel(replace(config, context_parallel_size=1)), dist.group.WORLD, config.seq_length
     offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
     context = build_cp_context(offsets, group, config.linear_conv_kernel_dim, offsets, **exchange_options(config))
@@ -104,4 +104,5 @@ def measure_part(config: TransformerConfig, batch: int) -> int:
 
     backward(forward())  # buffers made on first use
     # Now and then gloo's thread still holds what it has gathered when forward is over.
-    return min(measure_memory(forward, backward).saved for _ in range(5))
+    found = [measure_memory(forward, backward) for _ in range(5)]
+    return min(each.saved for each in found), min(each.peak for each in found)

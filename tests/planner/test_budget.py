@@ -5,19 +5,24 @@ import random
 import re
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.planner.budget import BlockCost, BudgetPlan, _Parts, _solve, fit_budget, left_out, smallest
+from diptych.planner.budget import BudgetPlan, fit_budget, left_out, smallest
+from diptych.planner.budget.blocks import BlockCost, EndCost, StageParts
+from diptych.planner.budget.ranks import Moment, RankSearch
+from diptych.planner.budget.solver import solve
 from diptych.planner.memory import predict_memory
+from diptych.planner.memory.rank_peaks import rank_peaks
 from diptych.planner.search import RECOMPUTE
 from diptych.planner.step_time import Machine, StageTimes
 from diptych.plans.config import TransformerConfig
 from diptych.plans.recompute import NO_RECOMPUTE, RecomputeBlock, format_layout, recompute_blocks
+from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.placement import SCHEDULES
 from tests.backends import BACKENDS, model_gradients, normal
 from tests.planner.test_memory import measured
 
@@ -90,50 +95,94 @@ def test_no_layout_within_the_budget_recomputes_less(name):
     assert fit_budget(config, BATCH, least).peak <= least
 
 
-COSTS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([0.0, 1.0, 2.5, 4.0]))
-"""Saved bytes, bytes of the peak beside them, and seconds of a block."""
+KINDS = ("F", "B")
+COSTS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.sampled_from([0.0, 1.0, 2.5, 4.0]))
+"""Saved bytes, bytes of the peaks of F and B beside them, and seconds of a block."""
+
+
+class DrawnParts:
+    """Costs of a stage, drawn at random."""
+
+    def __init__(self, data: st.DataObject, first: int, count: int) -> None:
+        self.kinds = KINDS
+        self.layers = range(first, first + count)
+        self.drawn = {
+            (begin, size): [
+                BlockCost(RecomputeBlock("none", ()), saved, (saved + f, saved + b), seconds)
+                for saved, f, b, seconds in data.draw(st.lists(COSTS, min_size=1, max_size=3))
+            ]
+            for size in (1, 2, 3)
+            for begin in range(first, first + count - size + 1)
+        }
+        left = data.draw(st.lists(st.integers(0, 9), min_size=count + 1, max_size=count + 1))
+        self.after = [(0, each) for each in sorted(left, reverse=True)]
+        peaks = st.tuples(st.integers(0, 9), st.integers(0, 9))
+        self.first_end = EndCost(data.draw(st.integers(0, 5)), data.draw(peaks))
+        self.last_end = EndCost(data.draw(st.integers(0, 3)), data.draw(peaks))
+
+    def options(self, first: int, size: int) -> list[BlockCost]:
+        return self.drawn.get((first, size), [])
+
+    def all_of(self, limits: tuple[int, int], first: int, saved: int) -> list[tuple[int, float]]:
+        """Saved bytes and seconds of all sequences of blocks from a layer on that are within limits."""
+        end = self.layers.stop
+        if first == end:
+            fits = all(saved + peak <= limit for peak, limit in zip(self.last_end.peaks, limits, strict=True))
+            return [(saved + self.last_end.saved, 0.0)] if fits else []
+        found = []
+        for size in (1, 2, 3):
+            for cost in self.options(first, size):
+                left = self.after[first - self.layers.start + size]
+                needed = [saved + a + b for a, b in zip(cost.peaks, left, strict=True)]
+                if all(a <= limit for a, limit in zip(needed, limits, strict=True)):
+                    rest = self.all_of(limits, first + size, saved + cost.saved)
+                    found += [(total, seconds + cost.seconds) for total, seconds in rest]
+        return found
+
+    def every(self, limits: tuple[int, int]) -> list[tuple[int, float]]:
+        """Saved bytes and seconds of all blocks of the stage that are within limits."""
+        begins = zip(self.first_end.peaks, self.after[0], limits, strict=True)
+        fits = all(peak + left <= limit for peak, left, limit in begins)
+        return self.all_of(limits, self.layers.start, self.first_end.saved) if fits else []
 
 
 @settings(max_examples=60)
-@given(data=st.data(), count=st.integers(1, 5), budget=st.integers(5, 60))
-def test_any_costs_of_blocks_are_solved(data, count, budget):
+@given(data=st.data(), count=st.integers(1, 5), limits=st.tuples(st.integers(5, 60), st.integers(5, 60)))
+def test_any_costs_of_blocks_are_solved(data, count, limits):
     """Against all sequences of blocks of one, two or three layers."""
-    drawn = {
-        (first, size): [
-            BlockCost(RecomputeBlock("none", ()), saved, saved + more, seconds)
-            for saved, more, seconds in data.draw(st.lists(COSTS, min_size=1, max_size=3))
-        ]
-        for size in (1, 2, 3)
-        for first in range(count - size + 1)
-    }
-    gradients = sorted(data.draw(st.lists(st.integers(0, 9), min_size=count + 1, max_size=count + 1)), reverse=True)
-    ends = data.draw(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9)))
-    parts = SimpleNamespace(
-        config=SimpleNamespace(num_layers=count),
-        options=lambda first, size: drawn.get((first, size), []),
-        gradients=gradients,
-        ends=ends,
-    )
-
-    def best(first: int, saved: int) -> float:
-        """Least seconds of the layers from one on, by trying all of their blocks."""
-        if first == count:
-            return 0.0 if saved + ends[2] <= budget else np.inf
-        return min(
-            (
-                cost.seconds + best(first + size, saved + cost.saved)
-                for size in (1, 2, 3)
-                for cost in drawn.get((first, size), [])
-                if saved + cost.peak + gradients[first + size] <= budget
-            ),
-            default=np.inf,
-        )
-
-    expected = best(0, ends[0]) if ends[1] + gradients[0] <= budget else np.inf
+    parts = DrawnParts(data, 2, count)
+    most = data.draw(st.integers(5, 60))
+    expected = min((seconds for saved, seconds in parts.every(limits) if saved <= most), default=np.inf)
     for upper in (True, False):
-        found = _solve(parts, budget, upper)  # pyright: ignore[reportArgumentType]
+        found = solve(parts, limits, most, upper)
         assert (np.inf if found is None else found.seconds) == expected
-        assert found is None or sum(len(block.layers) for block in found.blocks) == count
+        assert found is None or [n for block in found.blocks for n in block.layers] == [*parts.layers]
+        assert found is None or found.saved <= most
+
+
+@settings(max_examples=60)
+@given(data=st.data(), num_stages=st.integers(1, 2), budget=st.integers(20, 120))
+def test_microbatches_in_flight_are_counted(data, num_stages, budget):
+    """Against all blocks of all stages of a rank, within the limits that all their saved bytes leave."""
+    parts = [DrawnParts(data, 10 * stage, data.draw(st.integers(1, 3))) for stage in range(num_stages)]
+    flights = st.tuples(*[st.integers(0, 3)] * num_stages)
+    moment = st.builds(Moment, st.sampled_from([*KINDS, "W"]), flights, st.integers(0, 20))
+    moments = [data.draw(st.lists(moment, min_size=1, max_size=4)) for _ in parts]
+    best = np.inf
+    for choice in itertools.product(*(each.every((budget, budget)) for each in parts)):
+        saved = [each for each, _ in choice]
+        fits = True
+        for own, held, (total, seconds) in zip(parts, moments, choice, strict=True):
+            limits = dict.fromkeys((*KINDS, "W"), budget)
+            for kind, in_flight, beside in held:
+                rest = budget - beside - sum(a * b for a, b in zip(in_flight, saved, strict=True))
+                limits[kind] = min(limits[kind], rest)
+            fits = fits and limits["W"] >= 0 and (total, seconds) in own.every((limits["F"], limits["B"]))
+        if fits:
+            best = min(best, sum(seconds for _, seconds in choice))
+    found = RankSearch(parts, moments).best(budget)
+    assert (np.inf if found is None else found.seconds) == best
+    assert found is None or found.bound <= best
 
 
 DEEP = {
@@ -179,16 +228,17 @@ def test_sums_of_blocks_are_those_of_the_whole_model():
     chosen = random.Random(0)
     for config in MODELS.values():
         config = replace(config, num_layers=4, hidden_size=128, ffn_hidden_size=256, seq_length=128)
-        parts = _Parts(config, BATCH, Machine())
+        parts = StageParts(config, 0, BATCH, StageTimes(Machine()), ("F", "B"), {})
         for layout in chosen.sample(layouts(replace(config, num_layers=2)), 12):
             made = replace(config, recompute_layout=f"{layout},{layout}")
-            saved, peak, head = parts.ends
-            peaks = [peak + parts.gradients[0]]
+            saved = parts.first_end.saved
+            forward, backward = (a + b for a, b in zip(parts.first_end.peaks, parts.after[0], strict=True))
+            peaks = [forward, backward]
             for block in recompute_blocks(made):
-                cost = parts._cost(block.layers[0], len(block.layers), block)
-                peaks.append(saved + cost.peak + parts.gradients[block.layers[-1] + 1])
+                cost = parts.cost(block)
+                peaks += [saved + a + b for a, b in zip(cost.peaks, parts.after[block.layers[-1] + 1], strict=True)]
                 saved += cost.saved
-            peaks.append(saved + head)
+            peaks += [saved + peak for peak in parts.last_end.peaks]
             missing = predict_memory(made, BATCH).peak - max(peaks)
             assert 0 <= missing <= left_out(config.seq_length), made.recompute_layout
 
@@ -231,10 +281,50 @@ def test_a_layout_is_cut_at_the_ends_of_stages():
     ]
 
 
-@pytest.mark.parametrize("name", ["pipeline_model_parallel_size", "context_parallel_size"])
-def test_pipelines_and_context_ranks_are_refused(name):
-    with pytest.raises(ValueError, match=rf"{name}: expected 1 with a budget .*, got 2; write recompute_layout"):
-        fit_budget(replace(MODEL, num_layers=4, **{name: 2}), BATCH, 2**30)
+PIPELINES = {
+    "1f1b": {},
+    "zb-h1": {"layer_pattern": "gdn,attention"},
+    "interleaved": {"virtual_pipeline_model_parallel_size": 2},
+    "zb-v": {"virtual_pipeline_model_parallel_size": 2, "enable_hyper_connections": True},
+    "context": {"pipeline_model_parallel_size": 1, "context_parallel_size": 2, "layer_pattern": "kda,attention"},
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_no_layout_of_a_pipeline_within_the_budget_recomputes_less(name):
+    """Against layouts of which each layer is one of a few, all or a sample."""
+    settings = {"pipeline_model_parallel_size": 2, "pipeline_schedule": name if name in SCHEDULES else "none"}
+    config = replace(MODEL, num_layers=4, **settings | PIPELINES[name])
+    schedule = schedule_for(config, 4)
+    times = StageTimes(Machine())
+    kinds = ["none", "full", "layernorm", "core_attn+mlp", "layernorm+activation"]
+    found = []
+    for layout in random.Random(1).sample([*itertools.product(kinds, repeat=4)], 150):
+        made = replace(config, recompute_layout=",".join(layout))
+        seconds = sum(stage.recomputed for stage in times.of(made, BATCH))
+        found.append((max(rank_peaks(made, schedule, BATCH)), seconds))
+    peaks, seconds = (np.array(each) for each in zip(*found, strict=True))
+    for share in (0.1, 0.4, 0.8):
+        budget = int(peaks.min() + share * (peaks.max() - peaks.min()))
+        plan = fit_budget(config, BATCH, budget, num_microbatches=4)
+        assert plan.peaks == rank_peaks(plan.config, schedule, BATCH)
+        assert plan.peak <= budget
+        assert plan.seconds == pytest.approx(sum(stage.recomputed for stage in times.of(plan.config, BATCH)))
+        assert plan.bound <= plan.seconds <= 1.005 * plan.bound + 1e-12
+        assert plan.seconds <= 1.005 * seconds[peaks <= budget - 4 * left_out(config.seq_length)].min(initial=np.inf)
+    with pytest.raises(ValueError, match=r"activation_memory_budget: expected at least [\d,]+ bytes, .* got") as error:
+        fit_budget(config, BATCH, int(peaks.min() * 0.3), num_microbatches=4)
+    least = int(re.sub(r"\D", "", str(error.value).split("bytes")[0]))
+    assert fit_budget(config, BATCH, least, num_microbatches=4).peak <= least
+
+
+def test_later_microbatches_of_one_device_have_all_gradients():
+    """So a step of several needs more than its first microbatch."""
+    one, several = (rank_peaks(MODEL, schedule_for(MODEL, count), BATCH)[0] for count in (1, 3))
+    assert one < several
+    plan = fit_budget(MODEL, BATCH, several, num_microbatches=3)
+    assert (plan.seconds, plan.peaks) == (0, [several])
+    assert fit_budget(MODEL, BATCH, one, num_microbatches=3).seconds > 0
 
 
 def test_recompute_settings_of_the_model_are_replaced():

@@ -282,14 +282,16 @@ def test_maps_of_states_cost_columns_and_pipelined_none(exchange):
     config = replace(MODEL, layer_pattern="gdn", context_parallel_size=2)
     machine = Machine(1e9, 1e30, 1e30, 0.0)
     with_map, without = (
-        StageTimes(machine).of(replace(config, cp_exchange=each), 2)[0] for each in (exchange, "pipelined")
+        StageTimes(machine).of(replace(config, cp_exchange=each), 1)[0] for each in (exchange, "pipelined")
     )
     _, heads, key, value = config.linear_heads
-    size = MODEL.seq_length  # a part of 32 tokens is one chunk of 32
+    size = MODEL.seq_length // 2  # a part of 16 tokens, half of a sequence, is one chunk of 16
     chunks = MODEL.num_layers * heads
     columns = chunk_flops(size, key, value + key) - chunk_flops(size, key, value)
     assert (with_map.forward - without.forward) * 1e9 == pytest.approx(chunks * columns)
     assert with_map.input_gradient - without.input_gradient == pytest.approx(3 * (with_map.forward - without.forward))
+    whole = (StageTimes(machine).of(replace(config, cp_exchange=each), 2)[0] for each in (exchange, "pipelined"))
+    assert len({stage.forward for stage in whole}) == 1  # no sequence goes on
 
 
 @pytest.mark.parametrize(("exchange", "rounds"), [("all_gather", 1), ("ring", 7), ("scan", 4)])

@@ -280,9 +280,8 @@ class GraphBuilder(OperationBuilder):
 
     def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:
         """Append the chunked delta rule, which saves its inputs and one state per segment."""
-        heads, value_heads, key, value = self.config.linear_heads
-        kind = "kda" if parameters else "gdn"
-        shape = RuleShape(kind, self.batch, self.length, heads, value_heads, key, value, self.item, self.wide)
+        _, value_heads, key, value = self.config.linear_heads
+        shape = self.rule_shape(parameters)
         state = self.batch * value_heads * key * value * self.wide
         attended = self.activation("core_attn", value_heads * value)
         finals = Value("states", state)
@@ -298,6 +297,12 @@ class GraphBuilder(OperationBuilder):
         nodes.append(rule)
         return attended
 
+    def rule_shape(self, parameters: int) -> RuleShape:
+        """Return the sizes of the chunked delta rule; only kda has parameters."""
+        heads, value_heads, key, value = self.config.linear_heads
+        kind = "kda" if parameters else "gdn"
+        return RuleShape(kind, self.batch, self.length, heads, value_heads, key, value, self.item, self.wide)
+
     def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value, mixer: str) -> None:
         """Append softmax attention of given queries, keys and values."""
         config = self.config
@@ -308,7 +313,7 @@ class GraphBuilder(OperationBuilder):
             statistics = self.coefficient("attention statistics", config.num_attention_heads)
             saves = [*inputs, attended, statistics]
             writes = [attended, statistics]
-            tile = self._attention_tile()
+            tile = self._attention_tile(self.length, self.length)
             scratch = 2 * tile + attended.size
             flops = scored + mixed_flops
             nodes.append(Node(inputs, writes, saves, region, 0, tile, scratch, flops=flops, recomputed_flops=scored))
@@ -337,11 +342,11 @@ class GraphBuilder(OperationBuilder):
             Node([mixed], [attended], [], region),
         ]
 
-    def _attention_tile(self) -> int:
+    def _attention_tile(self, queries: int, keys: int) -> int:
         """Return the bytes of the tile of scores that PyTorch's fused CPU attention allocates, on one thread."""
-        queries = 256 if self.length >= 768 else 64 if self.length >= 192 else 32
+        rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
         rounded = self.item if self.item < self.wide else 0
-        return min(queries, self.length) * min(512, self.length) * (self.wide + rounded)
+        return min(rows, queries) * min(512, keys) * (self.wide + rounded)
 
     def _mlp(self, nodes: list[Node], normed: Value, name: str, layer: LayerConfig) -> Value:
         """Append the MLP, and return its output."""

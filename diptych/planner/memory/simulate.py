@@ -8,10 +8,14 @@ The first operation of backward that needs one of its values replays it, after t
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from diptych.planner.memory.nodes import Layer, Node, Value
 from diptych.plans.recompute import RecomputeBlock
 
+Gradients = Literal["allocated", "added", "deferred", "deferred and added"]
+"""What backward does with the gradients of parameters: it allocates them; adds them to those of earlier microbatches;
+or W of a split backward computes those of linear maps, and allocates or adds them."""
 GENERATOR_STATE = 5056
 """Bytes of the state of PyTorch's CPU generator, which torch.utils.checkpoint saves in each of its calls."""
 
@@ -51,17 +55,29 @@ class Simulation:
 
     Args:
         length: tokens of a sequence, whose positions torch.utils.checkpoint saves.
+        gradients: what backward does with the gradients of parameters.
 
     Attributes:
         held: bytes allocated now.
         peak: largest number of bytes allocated so far.
+        forward_peak: largest number of bytes allocated in forward.
+        backward_peak: largest number of bytes allocated in backward.
+        before_weights: bytes allocated when backward has ended: gradients, and what waits for W.
+        weights_peak: largest number of bytes allocated in W.
         saved_by_name: bytes saved for backward by name, after forward.
     """
 
-    def __init__(self, length: int = 0) -> None:
+    def __init__(self, length: int = 0, gradients: Gradients = "allocated") -> None:
         self._position_bytes = 8 * length
+        self._adds = gradients in ("added", "deferred and added")
+        self._defers = gradients in ("deferred", "deferred and added")
         self.held = 0
         self.peak = 0
+        self.forward_peak = 0
+        self.backward_peak = 0
+        self.before_weights = 0
+        self.weights_peak = 0
+        self._deferred: list[tuple[Node, int]] = []
         self.saved_by_name: Counter[str] = Counter()
         self._present: dict[int, Value] = {}
         self._holders: Counter[int] = Counter()
@@ -95,7 +111,16 @@ class Simulation:
         self._forward(nodes, discards)
         for value in self._present.values():
             self.saved_by_name[value.name] += value.size
+        self.forward_peak = self.peak
+        self.peak = self.held
         self._backward(nodes)
+        self.backward_peak = self.peak
+        self.before_weights = self.held
+        if self._defers:
+            self.peak = self.held
+            self._weight_gradients()
+            self.weights_peak = self.peak
+        self.peak = max(self.forward_peak, self.backward_peak, self.weights_peak)
 
     def _plan(
         self,
@@ -171,8 +196,10 @@ class Simulation:
                 self._restore(node.saves)
             elif node.saves and not region.is_replayed:
                 self._replay(region)
-            is_rounded = node.widens_gradient
-            self._allocate(0 if is_rounded else node.parameters)
+            is_deferred = self._defers and node.is_linear
+            is_rounded = node.widens_gradient and not is_deferred
+            parameters = 0 if is_deferred else node.parameters
+            self._allocate(0 if is_rounded else parameters)
             new = 0
             for value in {id(v): v for v in node.reads}.values():
                 new += value.size
@@ -183,14 +210,26 @@ class Simulation:
             self._allocate(node.backward_scratch + new)
             if is_rounded:
                 self._release(node.saves)
-                self._allocate(node.parameters)
+                self._allocate(parameters)
             self._free(node.backward_scratch + new)
+            if self._adds:
+                self._free(parameters)
             if not is_rounded:
-                self._release(node.saves)
-            for value in node.writes:
-                self._free(gradients.pop(id(value), 0))
+                self._release(node.saves[is_deferred:])  # W reads the first, the input of a map
+            sizes = [gradients.pop(id(value), 0) for value in node.writes]
+            if is_deferred:
+                self._deferred.append((node, sum(sizes)))
+            else:
+                self._free(sum(sizes))
             if region is not None and node is region.nodes[0]:
                 self._release(region.inputs)
+
+    def _weight_gradients(self) -> None:
+        """Simulate W, which reads the inputs of linear maps and the gradients of their outputs."""
+        for node, size in self._deferred:
+            self._allocate(node.parameters)
+            self._free(size + (node.parameters if self._adds else 0))
+            self._release(node.saves[:1])
 
     def _replay(self, region: Region) -> None:
         """Replay a region: its discarded outputs are allocated again, and the inputs of its backward are saved."""

@@ -1,16 +1,17 @@
 """Predicted bytes that one microbatch saves for backward on one stage; with context parallelism, on one rank."""
 
+import math
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import NamedTuple
 
 from diptych.planner.memory.graph import GraphBuilder
 from diptych.planner.memory.nodes import Layer, Node, Value
-from diptych.planner.memory.rule import chunk_size
-from diptych.planner.memory.simulate import Simulation
+from diptych.planner.memory.rule import chunk_size, rule_scratch
+from diptych.planner.memory.simulate import Gradients, Simulation
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED
-from diptych.plans.context.zigzag import score_pairs
+from diptych.plans.context.zigzag import computed_halves, half_begin, half_lengths, score_pairs
 from diptych.plans.mesh import undivided
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
 from diptych.plans.recompute import recompute_blocks
@@ -47,8 +48,25 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
         batch: sequences of a microbatch.
         length: tokens of each sequence; None: config.seq_length.
     """
+    memory, builder = simulate_stage(config, stage, batch, length)
+    waiting = {id(value): value.size for value in builder.multiplied}
+    return StageMemory(sum(memory.saved_by_name.values()), sum(waiting.values()) + builder.gradients)
+
+
+def simulate_stage(
+    config: TransformerConfig, stage: int, batch: int, length: int | None = None, gradients: Gradients = "allocated"
+) -> tuple[Simulation, "_StageBuilder"]:
+    """Simulate one microbatch on a stage, and return the simulation and the builder of its operations.
+
+    Args:
+        config: as in predict_stage_memory.
+        stage: as in predict_stage_memory.
+        batch: as in predict_stage_memory.
+        length: as in predict_stage_memory.
+        gradients: what backward does with the gradients of parameters.
+    """
     builder = _StageBuilder(config, batch, length or config.seq_length)
-    memory = Simulation(builder.length)
+    memory = Simulation(builder.length, gradients)
     if stage == 0:
         begin, x = builder.embedding()
     else:
@@ -60,8 +78,7 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
     sent = Node([x], [], [] if config.deallocate_pipeline_outputs else [x])
     end = builder.head(x) if stage == num_stages(config) - 1 else [sent]
     memory.run(begin, layers, recompute_blocks(config, *get_stage_place(config, stage)), end)
-    waiting = {id(value): value.size for value in builder.multiplied}
-    return StageMemory(sum(memory.saved_by_name.values()), sum(waiting.values()) + builder.gradients)
+    return memory, builder
 
 
 def stage_builder(config: TransformerConfig, batch: int, length: int | None = None) -> GraphBuilder:
@@ -74,14 +91,14 @@ def predict_stages(config: TransformerConfig, batch: int, length: int | None = N
     found: dict[Hashable, StageMemory] = {}
     stages = []
     for stage in range(num_stages(config)):
-        key = _memory_key(config, stage)
+        key = memory_key(config, stage)
         if key not in found:
             found[key] = predict_stage_memory(config, stage, batch, length)
         stages.append(found[key])
     return stages
 
 
-def _memory_key(config: TransformerConfig, stage: int) -> Hashable:
+def memory_key(config: TransformerConfig, stage: int) -> Hashable:
     """Return the properties of a stage that determine its memory, as a cache key; equal keys give equal memory."""
     layers = _layers(config, stage)
     place = get_stage_place(config, stage)
@@ -130,47 +147,98 @@ class _StageBuilder(GraphBuilder):
         region = ("core_attn",)
         layout = config.cp_attention_layout
         q, *own = inputs
-        found = attended
-        pairs = max(score_pairs(layout, rank, self.cp_size, self.tokens) for rank in range(self.cp_size))
         keys = self.cp_size * self.tokens
         if config.cp_exchange == PIPELINED:  # keys of other ranks belong to the rank's first sequence only
             keys = self.tokens + max(tokens_before(self.cp_size, self.tokens, self.length_of_all))
-            pairs = self.tokens * keys
         k, v = (Value(f"{value.name} of all ranks", value.size * keys // self.tokens) for value in own)
-        heads, _, key, value = config.attention_heads(mixer)
+        for value, all_ in zip(own, (k, v), strict=True):
+            parts = 0 if config.cp_exchange == PIPELINED else all_.size
+            nodes.append(Node([value], [all_], [], region, forward_scratch=parts, backward_scratch=parts))
+        if layout != "zigzag":
+            self._masked_attention(nodes, (q, k, v), attended, (self.tokens, keys), mixer)
+            return
+        ranks = range(self.cp_size)
+        rank = max(ranks, key=lambda rank: score_pairs(layout, rank, self.cp_size, self.tokens))
+        halves = []
+        for half in computed_halves(rank, self.cp_size):
+            queries = half_lengths(self.tokens)[half % 2]
+            size = q.size * queries // self.tokens
+            halves.append((Value("queries of a half-part", size), Value("outputs of a half-part", size), half))
+        nodes.append(Node([q], [queries for queries, _, _ in halves], [], region))
+        for queries, outputs, half in halves:
+            count = half_lengths(self.tokens)[half % 2]
+            outputs.size = attended.size * count // self.tokens
+            sizes = count, half_begin(half + 1, self.tokens)
+            self._masked_attention(nodes, (queries, k, v), outputs, sizes, mixer)
+        nodes.append(Node([outputs for _, outputs, _ in halves], [attended], [], region))
+
+    def _masked_attention(
+        self,
+        nodes: list[Node],
+        operands: tuple[Value, Value, Value],
+        found: Value,
+        sizes: tuple[int, int],
+        mixer: str,
+    ) -> None:
+        """Append softmax attention with a mask.
+
+        Args:
+            nodes: operations so far.
+            operands: queries, keys and values.
+            found: output.
+            sizes: numbers of queries and of keys, including masked ones.
+            mixer: kind of the layer's mixer.
+        """
+        region = ("core_attn",)
+        q, k, v = operands
+        pairs = math.prod(sizes)
+        heads, _, key, value = self.config.attention_heads(mixer)
         scored, mixed = (2 * pairs * heads * width for width in (key, value))
-        allowed = Value("attention mask", pairs * (self.item if config.use_flash_attn else 1))
-        nodes += [Node([value], [all_], [], region) for value, all_ in zip(own, (k, v), strict=True)]
-        if layout == "zigzag":
-            q = Value("queries of two half-parts", q.size)
-            found = Value("outputs of two half-parts", attended.size)
-            nodes.append(Node([inputs[0]], [q], [], region))
-        if config.use_flash_attn:  # the mask is added to the scores, as floating-point numbers
-            statistics = self.coefficient("attention statistics", config.num_attention_heads)
-            saves = [q, k, v, found, statistics, allowed]
-            writes = [found, statistics, allowed]
-            nodes.append(Node([q, k, v], writes, saves, region, flops=scored + mixed, recomputed_flops=scored))
-        else:
-            count = config.num_attention_heads * pairs
-            softmax = Value("attention weights", count * self.wide)
-            weights = Value("attention_weights", count * self.item)
-            nodes += [
-                Node([q, k], [allowed, softmax], [q, k, allowed, softmax], region, flops=scored),
-                Node([softmax, v], [weights, found], [weights, v], region, flops=mixed),  # as that product reads them
-            ]
-        if found is not attended:
-            nodes.append(Node([found], [attended], [], region))
+        mask = Value("attention mask", pairs)
+        nodes.append(Node([], [mask], [], region, forward_scratch=2 * pairs))
+        if self.config.use_flash_attn:  # the mask is added to the scores, as floating-point numbers
+            statistics = Value("attention statistics", found.size // self.item // value * self.wide)
+            added = Value("attention mask", pairs * self.item)
+            saves = [q, k, v, found, statistics, added]
+            tile = self._attention_tile(*sizes)
+            scratch = {"forward_scratch": tile, "backward_scratch": 2 * tile + found.size}
+            more = {"flops": scored + mixed, "recomputed_flops": scored, "alive": [mask], **scratch}
+            nodes.append(Node([q, k, v], [found, statistics, added], saves, region, **more))
+            return
+        count = self.config.num_attention_heads * pairs
+        scores, scaled, filled = (Value("scores", count * self.item) for _ in range(3))
+        softmax = Value("attention weights", count * self.wide)
+        weights = Value("attention_weights", count * self.item)
+        begin = len(nodes)
+        nodes += [
+            Node([q, k], [scores], [q, k], region, flops=scored),
+            Node([scores], [scaled], [], region),
+            Node([scaled], [filled], [mask], region),
+        ]
+        filled = self._cast(nodes, filled, self.wide, region)
+        nodes += [
+            Node([filled], [softmax], [softmax], region, backward_scratch=softmax.size),  # a contiguous copy
+            Node([softmax], [weights], [], region),  # as the product reads them
+            Node([weights, v], [found], [weights, v], region, flops=mixed),
+        ]
+        for node in nodes[begin + 2 :]:
+            node.alive.append(scaled)
 
     def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:
-        """Append the delta rule, with its transition columns if context ranks exchange states."""
+        """Append the delta rule, with its transition columns if a sequence continues on the next context rank."""
         attended = super()._rule(nodes, inputs, parameters)
-        if self.cp_size > 1 and self.config.cp_exchange != PIPELINED:
+        is_cut = self.cp_size > 1 and any(tokens_before(self.cp_size, self.tokens, self.length_of_all))
+        if is_cut and self.config.cp_exchange != PIPELINED:
             _, heads, key, value = self.config.linear_heads
             segments = -(-self.length // SEGMENT_SIZE)
             states = heads * key * ((segments - 1) * key + 3 * (value + key)) * self.wide
             outputs = self.coefficient("transition_output", heads * value)
             transition_output = self.coefficient("transition_output", heads * key)
             saves = [transition_output, Value("states and transitions", states)]
+            shape = self.rule_shape(parameters)
+            forward, backward = rule_scratch(shape._replace(value=shape.value + shape.key))
+            nodes[-1].forward_scratch = forward
+            nodes[-1].backward_scratch = backward + outputs.size + transition_output.size  # their joined gradients
             nodes[-1].writes += [outputs, *saves]  # outputs are completed with the saved values, then dropped
             nodes[-1].saves += saves
             size = chunk_size(self.length)

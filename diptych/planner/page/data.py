@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 from diptych.planner.memory.ranks import rank_memories
 from diptych.planner.memory.stages import StageMemory, predict_stages
 from diptych.planner.page.copies import copies_of_schedule
-from diptych.planner.reports.memory import without_recompute
 from diptych.planner.reports.mesh import UNITS, describe_mesh, memory_unit
 from diptych.planner.reports.schedule import PipelinePlan, describe_stage, plan_pipeline, with_schedule
 from diptych.planner.step_time import Machine, StageTimes, after_backward
 from diptych.planner.traffic import message_bytes
 from diptych.plans.config import TransformerConfig
-from diptych.plans.recompute import recompute_blocks
+from diptych.plans.recompute import recompute_blocks, without_recompute
 from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.messages import dependencies
 from diptych.plans.schedule.named import schedule_for

@@ -96,12 +96,8 @@ def _others(config: TransformerConfig, batch: int, attention: int, linear: int) 
     key_heads, heads, key, value = config.linear_heads
     size = config.context_parallel_size
     sentences = []
-    if config.pipeline_model_parallel_size == 1:
-        sentences.append(
-            f"The bytes saved for backward above are for a rank with all tokens; for one of {size} ranks see below."
-        )
     if config.cp_exchange == PIPELINED:
-        return " ".join([*sentences, _describe_pipelined_messages(config, batch)])
+        return _describe_pipelined_messages(config, batch)
     if linear:
         halo = (config.linear_conv_kernel_dim - 1) * (2 * key_heads * key + heads * value) * itemsize
         sentences.append(f"A gdn or kda layer's convolutions receive {halo / KIB:,.1f} KiB from earlier ranks.")

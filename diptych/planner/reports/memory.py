@@ -1,13 +1,15 @@
 """The report of the predicted memory of a training step."""
 
-from dataclasses import replace
-
 from rich.console import Console
 from rich.table import Table
 
-from diptych.planner.memory import MemoryPrediction, predict_memory
+from diptych.planner.budget import BudgetPlan
+from diptych.planner.memory import MemoryPrediction
+from diptych.planner.memory.rank_peaks import rank_peaks
+from diptych.planner.memory.stages import simulate_stage
 from diptych.plans.config import TransformerConfig
-from diptych.plans.recompute import block_length, recompute_blocks
+from diptych.plans.recompute import block_length, recompute_blocks, without_recompute
+from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.partition import get_stage_place
 
 MIB = 2**20
@@ -15,21 +17,24 @@ SMALL_SHARE = 0.002
 """Share of the sum below which terms are added up in one row."""
 
 
-def without_recompute(config: TransformerConfig) -> TransformerConfig:
-    """Return the same model without recompute."""
-    defaults = {name: f.default for name, f in config.__dataclass_fields__.items() if "recompute" in name}
-    return replace(config, **defaults)
+def print_plan(console: Console, config: TransformerConfig, batch: int, num_microbatches: int = 1) -> None:
+    """Print the recompute blocks and the memory of a training step, term by term, with and without recompute.
 
-
-def print_plan(console: Console, config: TransformerConfig, batch: int) -> None:
-    """Print the recompute blocks and the memory of a training step, term by term, with and without recompute."""
+    Args:
+        console: printed to.
+        config: the model, without pipeline ranks.
+        batch: sequences of a microbatch.
+        num_microbatches: microbatches of a step.
+    """
     blocks = recompute_blocks(config)
     console.print(f"blocks: {describe_blocks(config)}")
     if config.recompute_layout is not None:
         console.print(f"--recompute-layout {config.recompute_layout}", highlight=False, soft_wrap=True)
-    plan = predict_memory(config, batch)
-    full = predict_memory(without_recompute(config), batch)
-    table = Table(box=None, title=f"PyTorch, {batch} sequences of {config.seq_length} tokens", title_justify="left")
+    plan, full = (_predict(each, batch, num_microbatches) for each in (config, without_recompute(config)))
+    title = f"PyTorch, {batch} sequences of {config.seq_length} tokens"
+    if config.context_parallel_size > 1:
+        title += f", on one of {config.context_parallel_size} context ranks"
+    table = Table(box=None, title=title, title_justify="left")
     table.add_column("saved for backward")
     columns = [full] if all(block.kind == "none" for block in blocks) else [full, plan]
     for heading in ("without recompute, MiB", "as planned, MiB")[: len(columns)]:
@@ -46,6 +51,13 @@ def print_plan(console: Console, config: TransformerConfig, batch: int) -> None:
         )
         if plan.peak > 1.005 * full.peak:
             console.print(_higher_peak(config, plan.peak / full.peak), style="yellow")
+
+
+def _predict(config: TransformerConfig, batch: int, num_microbatches: int) -> MemoryPrediction:
+    """Return what a microbatch saves on one rank, and the peak of all microbatches of a step."""
+    (peak,) = rank_peaks(config, schedule_for(config, num_microbatches), batch)
+    saved = simulate_stage(config, 0, batch)[0].saved_by_name
+    return MemoryPrediction(dict(saved.most_common()), sum(saved.values()), peak)
 
 
 def _higher_peak(config: TransformerConfig, ratio: float) -> str:
@@ -70,6 +82,15 @@ def _rows(columns: list[MemoryPrediction]) -> list[tuple]:
         else:
             rows.append((name, *sizes))
     return [*rows, ("smaller terms", *rest)]
+
+
+def describe_fit(plan: BudgetPlan) -> str:
+    """Describe the memory and time of the recompute that fits a budget."""
+    return (
+        f"recompute within {plan.budget / MIB:,.1f} MiB for a rank: {plan.peak / MIB:,.1f} MiB, "
+        f"{plan.seconds * 1e3:.3g} ms of recomputation for a microbatch (any other within the budget: at least "
+        f"{plan.bound * 1e3:.3g} ms)"
+    )
 
 
 def describe_blocks(config: TransformerConfig, stage: int = 0) -> str:

@@ -318,6 +318,8 @@ def _print_blocks(console: Console, config: TransformerConfig) -> None:
         first, *rest = run
         stages = f"stages {first} to {rest[-1]}" if rest else f"stage {first}"
         console.print(f"blocks, {stages}: {what or 'no layer'}", highlight=False)
+    if config.recompute_layout is not None:
+        console.print(f"--recompute-layout {config.recompute_layout}", highlight=False, soft_wrap=True)
 
 
 def describe_stage(config: TransformerConfig, stage: int) -> str:

@@ -1,0 +1,166 @@
+"""The fastest recompute of every layer within a budget of memory.
+
+diptych.planner.budget.solver finds the blocks of a stage, and diptych.planner.budget.ranks those of a rank with several
+microbatches in flight. The memory of a block is that of diptych.planner.memory for the block alone. The whole model
+needs some bytes more (the positions that recomputed layers save, and the loss), so the result is simulated again, and
+the solver repeats with a budget that is smaller by the excess.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from diptych.planner.budget.blocks import LENGTHS, BlockCost, StageParts
+from diptych.planner.budget.ranks import RankSearch, RankSolution, rank_moments
+from diptych.planner.budget.solver import STEPS
+from diptych.planner.memory.in_transit import most_in_transit
+from diptych.planner.memory.rank_peaks import rank_peaks, stage_actions
+from diptych.planner.step_time import Machine, StageTimes
+from diptych.planner.traffic import message_bytes
+from diptych.plans.config import TransformerConfig
+from diptych.plans.recompute import RecomputeBlock, format_layout, without_recompute
+from diptych.plans.schedule.named import schedule_for
+
+__all__ = ["BudgetPlan", "fit_budget", "smallest"]
+
+
+class BudgetPlan(NamedTuple):
+    """A layout within a budget."""
+
+    config: TransformerConfig
+    """The model with its recompute_layout."""
+    budget: int
+    """Bytes that each rank may need."""
+    peaks: list[int]
+    """Predicted bytes of each pipeline rank; see diptych.planner.memory.rank_peaks."""
+    seconds: float
+    """Predicted seconds of recomputation for one microbatch, on all ranks together."""
+    bound: float
+    """Seconds that every layout within the budget needs at least."""
+
+    @property
+    def peak(self) -> int:
+        """Predicted bytes of the rank that needs most."""
+        return max(self.peaks)
+
+
+def fit_budget(
+    config: TransformerConfig, batch: int, budget: int, machine: Machine | None = None, num_microbatches: int = 1
+) -> BudgetPlan:
+    """Return the layout of recompute with the least recomputation whose memory is within a budget on every rank.
+
+    Args:
+        config: the model, with its pipeline; its own recompute settings are replaced. Of context ranks, the plan is for
+            the one that needs most.
+        batch: sequences of a microbatch.
+        budget: bytes of a rank in the forwards and backwards of a step, above parameters and batches: activations,
+            temporary buffers, messages, and the gradients of parameters that exist by then.
+        machine: rates of the machine; None: the defaults of Machine.
+        num_microbatches: microbatches of a step.
+
+    Raises:
+        ValueError: no layout is within the budget, and the message says how much the smallest needs.
+    """
+    config = without_recompute(config)
+    schedule = schedule_for(config, num_microbatches)
+    searches = _searches(config, batch, machine or Machine(), num_microbatches)
+    allowed = [budget] * len(searches)
+    for _ in range(8):
+        found = [search.best(each) for search, each in zip(searches, allowed, strict=True)]
+        solved = [each for each in found if each is not None]
+        if len(solved) < len(found):
+            break
+        chosen = replace(config, recompute_layout=format_layout(_in_order(solved)))
+        peaks = rank_peaks(chosen, schedule, batch)
+        if max(peaks) <= budget:
+            return BudgetPlan(chosen, budget, peaks, *(_sum_of(searches, solved, allowed, budget)))
+        allowed = [
+            a - (peak - budget + budget // STEPS + 1) * (peak > budget) for a, peak in zip(allowed, peaks, strict=True)
+        ]
+    raise ValueError(
+        f"activation_memory_budget: expected at least {_least(searches, config, batch, num_microbatches):,} bytes, "
+        f"which this model needs with most of its values recomputed, got {budget:,}; use smaller microbatches or "
+        "shorter sequences"
+    )
+
+
+def _sum_of(
+    searches: list[RankSearch], solved: list[RankSolution], allowed: list[int], budget: int
+) -> tuple[float, float]:
+    """Return the seconds of all ranks, and their bound for the whole budget."""
+    bounds = []
+    for search, solution, own in zip(searches, solved, allowed, strict=True):
+        whole = solution if own == budget else search.best(budget)
+        assert whole is not None, "more memory allows what less does"
+        bounds.append(whole.bound)
+    return sum(solution.seconds for solution in solved), sum(bounds)
+
+
+def _in_order(solved: list[RankSolution]) -> list[RecomputeBlock]:
+    """Return the blocks of all stages in the order of their layers."""
+    blocks = [block for rank in solved for stage in rank.stages for block in stage.blocks]
+    return sorted(blocks, key=lambda block: block.layers)
+
+
+def _searches(config: TransformerConfig, batch: int, machine: Machine, count: int) -> list[RankSearch]:
+    """Return the search of every pipeline rank.
+
+    Args:
+        config: the model without recompute.
+        batch: sequences of a microbatch.
+        machine: rates of the machine.
+        count: microbatches of a step.
+    """
+    schedule = schedule_for(config, count)
+    times = StageTimes(machine)
+    message = message_bytes(config, batch)
+    found: dict[tuple[str, ...], dict[object, list[BlockCost]]] = {}
+    searches = []
+    for actions, transit in zip(schedule.actions, most_in_transit(schedule), strict=True):
+        stages = {
+            stage: stage_actions(config, stage, batch, schedule.splits_backward)
+            for stage in sorted({a.stage for a in actions})
+        }
+        moments = rank_moments(actions, [message * each for each in transit], stages)
+        parts = []
+        for stage, own in moments.items():
+            kinds = tuple(sorted({moment.kind for moment in own} - {"W"}))
+            parts.append(StageParts(config, stage, batch, times, kinds, found.setdefault(kinds, {})))
+        searches.append(RankSearch(parts, [*moments.values()]))
+    return searches
+
+
+def _least(searches: list[RankSearch], config: TransformerConfig, batch: int, count: int) -> int:
+    """Return bytes within which there is a layout; 0.1% less may be too few."""
+    low = 0
+    high = smallest(config, batch, count)
+    while high - low > high // 1000:
+        middle = (low + high) // 2
+        if all(search.fits(middle) for search in searches):
+            high = middle
+        else:
+            low = middle
+    return high + left_out(config.seq_length) * max(search.microbatches for search in searches)
+
+
+def left_out(length: int) -> int:
+    """Return the bytes that a microbatch may need beside its blocks: positions of ``length`` tokens, and the loss."""
+    return 8 * length + 8
+
+
+def smallest(config: TransformerConfig, batch: int, num_microbatches: int = 1) -> int:
+    """Return the bytes of whole layers recomputed in equal blocks, of the length that needs least.
+
+    Args:
+        config: as in fit_budget.
+        batch: sequences of a microbatch.
+        num_microbatches: microbatches of a step.
+    """
+    config = without_recompute(config)
+    schedule = schedule_for(config, num_microbatches)
+    layers = range(config.num_layers)
+    found = []
+    for size in (size for size in LENGTHS if size <= config.num_layers and config.num_layers % size in (0, *LENGTHS)):
+        blocks = [RecomputeBlock("full", tuple(layers[i : i + size])) for i in range(0, config.num_layers, size)]
+        layout = replace(config, recompute_layout=format_layout(blocks))
+        found.append(max(rank_peaks(layout, schedule, batch)))
+    return min(found)

@@ -1,0 +1,198 @@
+"""The least recomputation of a pipeline rank, whose memory also holds the microbatches in flight.
+
+A rank that begins an action has k microbatches in flight, each of which saves S bytes. Its blocks need
+
+    k S + bytes beside them + saved before the block + peak of the block + left after the block <= budget
+
+where the bytes beside are gradients of parameters, what waits for W, and messages. With S fixed, diptych.planner.budget
+.solver finds the best blocks that save at most S. The search over S divides an interval of S: with k S at its lower end
+and at most its upper end saved, the seconds are a bound for all S in it. Intervals whose bound is not below the seconds
+found so far are dropped, so the result is the best, up to TOLERANCE.
+
+A rank with several stages is searched along one line, on which each saves the same share of what it saves without
+recompute. The bound of its stages assumes that the others save as little as they can.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from diptych.planner.budget.blocks import StageParts
+from diptych.planner.budget.solver import Parts, Solution, least_saved, solve
+from diptych.planner.memory.rank_peaks import StageActions
+from diptych.plans.schedule.actions import Action
+
+TOLERANCE = 0.002
+"""Part of the seconds within which a search ends."""
+MOST_BOXES = 100
+"""Boxes that a search divides at most."""
+SHARES = 24
+"""Numbers of saved bytes that are tried to find out if a rank fits at all."""
+
+
+class Moment(NamedTuple):
+    """What a rank holds during an action, beside the action's own microbatch."""
+
+    kind: str
+    """Kind of the action, of diptych.planner.budget.blocks.SIMULATED, or W."""
+    in_flight: tuple[int, ...]
+    """Other microbatches in flight on each stage of the rank."""
+    beside: int
+    """Bytes that do not depend on recompute: gradients, what waits for W, messages, and what W allocates."""
+
+
+class RankSolution(NamedTuple):
+    """The blocks of a rank's stages."""
+
+    stages: list[Solution]
+    seconds: float
+    """Seconds of recomputation of one microbatch."""
+    bound: float
+    """Seconds that other blocks within the budget need at least."""
+
+
+def rank_moments(
+    actions: Sequence[Action], messages: Sequence[int], stages: dict[int, StageActions]
+) -> dict[int, list[Moment]]:
+    """Return the moments of each stage of a rank, without those that are never the tightest.
+
+    Args:
+        actions: actions of the rank, in order.
+        messages: bytes of messages in transit during each.
+        stages: bytes of the actions of the rank's stages, without recompute, by global number of the stage.
+    """
+    order = {stage: place for place, stage in enumerate(stages)}
+    in_flight = [0] * len(stages)
+    beside = 0
+    begun: set[tuple[str, int]] = set()
+    found: dict[int, list[Moment]] = {stage: [] for stage in stages}
+    for (kind, stage, _), more in zip(actions, messages, strict=True):
+        is_later = ("W" if kind == "W" else "I", stage) in begun
+        each = stages[stage].later if is_later else stages[stage].first
+        if kind in "BI":
+            in_flight[order[stage]] -= 1
+        own = each["W"].peak - each["I"].after if kind == "W" else 0
+        name = kind + " added" * (is_later and kind in "BI")
+        found[stage].append(Moment(name, tuple(in_flight), beside + more + own))
+        if kind == "F":
+            in_flight[order[stage]] += 1
+        else:
+            beside += each[kind].after - (each["I"].after if kind == "W" else 0)
+            begun |= {("I", stage), ("W", stage)} if kind == "B" else {(kind, stage)}
+    return {stage: _tightest(moments) for stage, moments in found.items()}
+
+
+def _tightest(moments: Sequence[Moment]) -> list[Moment]:
+    """Return the moments that no other one of their kind exceeds in everything."""
+    distinct = [*dict.fromkeys(moments)]
+
+    def exceeds(other: Moment, moment: Moment) -> bool:
+        pairs = zip((*other.in_flight, other.beside), (*moment.in_flight, moment.beside), strict=True)
+        return other.kind == moment.kind and other != moment and all(a >= b for a, b in pairs)
+
+    return [moment for moment in distinct if not any(exceeds(other, moment) for other in distinct)]
+
+
+class RankSearch:
+    """The search for the blocks of a rank's stages.
+
+    Args:
+        parts: costs of the stages, in the order of Moment.in_flight.
+        moments: moments of each stage, in the same order.
+    """
+
+    def __init__(self, parts: Sequence[StageParts], moments: Sequence[Sequence[Moment]]) -> None:
+        self._parts = parts
+        self._moments = moments
+        self._least = [least_saved(each) for each in parts]
+        self._most = [_most_saved(each) for each in parts]
+        self.microbatches = 1 + max(sum(moment.in_flight) for each in moments for moment in each)
+        """Largest number of microbatches of which the rank has saved values."""
+        self._solved: dict[tuple[int, ...], Solution | None] = {}
+
+    def fits(self, budget: int) -> bool:
+        """Return True if some blocks are found within a budget."""
+        shares = (share / SHARES for share in range(SHARES + 1))
+        saved = ([int(a + each * (b - a)) for a, b in zip(self._least, self._most, strict=True)] for each in shares)
+        return any(self._solve_all(budget, each, each, upper=True) is not None for each in saved)
+
+    def best(self, budget: int) -> RankSolution | None:
+        """Return the fastest blocks within a budget, or None."""
+        found: list[Solution] | None = None
+        least = math.inf
+        boxes: list[tuple[float, int, list[int], list[int]]] = []
+        count = itertools.count()
+
+        def add(lower: list[int], upper: list[int]) -> None:
+            nonlocal found, least
+            bound = self._solve_all(budget, lower, upper, upper=False)
+            if bound is None or _seconds(bound) >= least * (1 - TOLERANCE):
+                return
+            heapq.heappush(boxes, (_seconds(bound), next(count), lower, upper))
+            for saved in ([each.saved for each in bound], upper):
+                solved = self._solve_all(budget, saved, saved, upper=True)
+                if solved is not None and _seconds(solved) < least:
+                    found, least = solved, _seconds(solved)
+
+        add(self._least, self._most)
+        for _ in range(MOST_BOXES):
+            if not boxes or boxes[0][0] >= least * (1 - TOLERANCE):
+                break
+            _, _, lower, upper = heapq.heappop(boxes)
+            sizes = [(b - a) / (1 + most) for a, b, most in zip(lower, upper, self._most, strict=True)]
+            place = max(range(len(sizes)), key=sizes.__getitem__)
+            middle = (lower[place] + upper[place]) // 2
+            add(lower, [*upper[:place], middle, *upper[place + 1 :]])
+            add([*lower[:place], middle, *lower[place + 1 :]], upper)
+        if found is None:
+            return None
+        return RankSolution(found, least, min([least, *(box[0] for box in boxes)]))
+
+    def _solve_all(
+        self, budget: int, in_flight: Sequence[int], most_saved: Sequence[int], upper: bool
+    ) -> list[Solution] | None:
+        """Return the fastest blocks of every stage, or None; arguments as in _solve, for every stage."""
+        found = []
+        for place, most in enumerate(most_saved):
+            solution = self._solve(place, budget, in_flight, most, upper)
+            if solution is None:
+                return None
+            found.append(solution)
+        return found
+
+    def _solve(
+        self, place: int, budget: int, in_flight: Sequence[int], most_saved: int, upper: bool
+    ) -> Solution | None:
+        """Return the fastest blocks of a stage.
+
+        Args:
+            place: place of the stage.
+            budget: bytes of the rank.
+            in_flight: bytes that a microbatch in flight has saved on each stage.
+            most_saved: bytes that the stage may save.
+            upper: see solver.solve.
+        """
+        parts = self._parts[place]
+        limits = dict.fromkeys((*parts.kinds, "W"), budget)
+        for moment in self._moments[place]:
+            held = sum(count * saved for count, saved in zip(moment.in_flight, in_flight, strict=True))
+            limits[moment.kind] = min(limits[moment.kind], budget - held - moment.beside)
+        if limits.pop("W") < 0:
+            return None
+        key = place, most_saved, upper, *limits.values()
+        if key not in self._solved:
+            self._solved[key] = solve(parts, [*limits.values()], most_saved, upper)
+        return self._solved[key]
+
+
+def _seconds(stages: Iterable[Solution]) -> float:
+    """Return the seconds of recomputation of stages together."""
+    return sum(stage.seconds for stage in stages)
+
+
+def _most_saved(parts: Parts) -> int:
+    """Return the bytes that a stage saves if it recomputes nothing."""
+    layers = (max(cost.saved for cost in parts.options(number, 1)) for number in parts.layers)
+    return parts.first_end.saved + sum(layers) + parts.last_end.saved

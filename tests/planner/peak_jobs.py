@@ -1,0 +1,56 @@
+"""What ranks run to measure the peak of a step."""
+
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from diptych.plans.config import TransformerConfig
+from reference_torch.p2p import P2PCommunicator
+from reference_torch.pending_sends import PendingSends
+from reference_torch.pipeline import get_forward_backward_func, get_model
+from reference_torch.stage import model_provider
+from tests.pipeline.jobs import Case, forward_step, groups_of, microbatches
+
+
+def measure_step(config: TransformerConfig, count: int, size: int) -> int:
+    """Most bytes of a pipeline rank in a step, above parameters and batches."""
+    groups = groups_of(config)
+    built = get_model(lambda **ends: model_provider(config, **ends), config, groups.pp_rank)
+    stages = built if isinstance(built, list) else [built]
+    data = microbatches(Case(config, count, size))
+    assert groups.pp is not None
+    link = P2PCommunicator(groups.pp, config)
+    link._senders = PendingSends(lingers=True)  # the profiler does not see what another thread frees
+
+    def step() -> None:
+        get_forward_backward_func(config)(
+            forward_step_func=forward_step,
+            data_iterator=[iter(data) for _ in stages] if isinstance(built, list) else iter(data),
+            model=built,
+            num_microbatches=count,
+            seq_length=config.seq_length,
+            micro_batch_size=size,
+            config=config,
+            p2p_communicator=link,
+            pg_collection=groups,
+        )
+        for stage in stages:
+            stage.zero_grad()
+
+    step()
+    found = []
+    for _ in range(3):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step()
+        found.append(_peak(profiler))
+    link.close()
+    return min(found)
+
+
+def _peak(profiler: Any) -> int:
+    held = peak = 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
