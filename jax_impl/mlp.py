@@ -73,8 +73,9 @@ class MLP(nnx.Module):
 
 def activation_function(config: TransformerConfig, layer_number: int) -> Callable[..., Array]:
     """Return the activation function of a layer's MLPs, which may save its input in 8 bits."""
-    function = swiglu if config.layer(layer_number).activation == "swiglu" else gelu
-    return function if config.activation_storage is None else partial(packed_activation, function)
+    layer = config.layer(layer_number)
+    function = swiglu if layer.activation == "swiglu" else gelu
+    return function if layer.storage is None else partial(packed_activation, function)
 
 
 def choose_experts(

@@ -42,6 +42,10 @@ BROKEN = {
         {"activation_storage": "int8"},
         r"activation_storage: expected one of \(None, 'fp8'\), got 'int8'",
     ),
+    (TransformerConfig, "activation_storage_layers"): (
+        {"activation_storage": "fp8", "activation_storage_layers": "0,x"},
+        r"activation_storage_layers: expected numbers of layers such as 0-3,7, got '0,x'",
+    ),
     (TransformerConfig, "fp8_recipe needs fp8"): (
         {"fp8_recipe": "blockwise"},
         r"fp8_recipe: expected 'current', the default, without fp8, got 'blockwise'; give fp8",

@@ -227,7 +227,14 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
             "fp8_amax_history_len": 2,
         },
     },
-    "storage": {"saved in 8 bits": {"params_dtype": "float32", "activation_storage": "fp8"}},
+    "storage": {
+        "saved in 8 bits": {"params_dtype": "float32", "activation_storage": "fp8"},
+        "a layer saved in 8 bits": {
+            "params_dtype": "float32",
+            "activation_storage": "fp8",
+            "activation_storage_layers": "1",
+        },
+    },
     "embedding": {"untied embedding": {"untie_embeddings_and_output_weights": True}},
     "attention": {"fused attention": {"use_flash_attn": True}, "grouped queries": {"num_query_groups": 1}},
     "heads": {
@@ -254,11 +261,15 @@ REFUSED = {
     ),
     "Kimi Linear": ("normed heads",),  # turn channels
     "FP8": ("context ranks, pipelined",),
+    "a layer saved in 8 bits": ("recompute mhc",),  # recomputes layers together, which save alike
 }
 """Dimensions and features that are rejected together with a feature."""
 QUICK = [name for name in FEATURES if name != "kernels"]
 """Features that do not run in the Triton interpreter."""
-RARE = ("kernels", "bf16", "FP8", "FP8 in blocks", "FP8, delayed", "saved in 8 bits")
+RARE = (
+    *("kernels", "bf16", "FP8", "FP8 in blocks", "FP8, delayed"),
+    *("saved in 8 bits", "a layer saved in 8 bits"),
+)
 """Features that are drawn only as one of the two fixed ones: kernels are slow, and narrow types hide small errors."""
 
 
@@ -342,6 +353,7 @@ WITH_FP8 = [
     ("FP8, delayed", "replicas", "distributed optimizer", "zb-h1", "recompute core_attn + mlp", "parameters offloaded"),
     ("FP8", "tensor-parallel ranks, tokens", "context ranks", "zb-h1", "recompute core_attn + mlp"),
     ("saved in 8 bits", "zb-h1", "mHC", "recompute mhc + layernorm", "parameters offloaded", "activations offloaded"),
+    ("a layer saved in 8 bits", "interleaved", "mHC", "recompute mhc + layernorm", "activations offloaded", "replicas"),
     ("saved in 8 bits", "FP8, delayed", "experts", "tensor-parallel ranks, tokens", "context ranks", "1f1b"),
     (
         "FP8, delayed",

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 from diptych.plans import activation_storage as plan
 from diptych.plans import fp8
+from diptych.plans.model.layers import format_numbers, layer_numbers
 from diptych.plans.recompute import VALUES
 from jax_impl import activation_storage as in_jax
 from jax_impl.linear_products import LinearProducts
@@ -112,6 +113,35 @@ def test_both_backends_change_no_forward_and_have_the_gradients(kind):
     changed = {name: float(relative_difference(of_torch[name], exact[name])) for name in of_torch}
     of_maps = {name: value for name, value in changed.items() if name.endswith((".linear_qkv.weight", "fc2.weight"))}
     assert 1e-3 < min(of_maps.values()) < max(of_maps.values()) < (0.2 if config.fp8 else 0.1), of_maps
+
+
+@pytest.mark.parametrize("mode", [{}, {"recompute_layout": "full*2,layernorm,none"}], ids=["", "recomputed"])
+def test_layers_are_chosen(mode):
+    """Layers after the last chosen one have exact gradients, and the chosen ones those of storage in all layers."""
+    config = replace(CONFIG, num_layers=4, params_dtype="float32", activation_storage_layers="0,2", **mode)
+    arguments = {"tokens": TOKENS, "cotangent": normal(1, 2, 8, 17), "step": 0}
+    (_, of_torch), (_, of_jax) = (model_gradients(backend, config, **arguments) for backend in BACKENDS)
+    far = {name: float(relative_difference(of_torch[name], of_jax[name])) for name in of_torch}
+    assert max(far.values()) <= 1e-4, far
+    exact = model_gradients(
+        "torch", replace(config, activation_storage=None, activation_storage_layers=None), **arguments
+    )
+    for name, gradient in of_torch.items():
+        if ".3." in name:
+            np.testing.assert_array_equal(gradient, exact[1][name], name)
+    for name in ("linear_fc1", "linear_fc2"):
+        weight = f"decoder.layers.2.mlp.{name}.weight"
+        assert relative_difference(of_torch[weight], exact[1][weight]) > 1e-3
+
+
+def test_layers_of_a_block_save_alike():
+    settings = {"enable_hyper_connections": True, "recompute_layout": "mhc*2", "activation_storage_layers": "1"}
+    config = replace(CONFIG, layer_pattern="attention", num_layers=2, **settings)
+    for backend in BACKENDS:
+        with pytest.raises(ValueError, match="activation_storage_layers: expected all or none of layers 0 to 1"):
+            model_gradients(backend, config, tokens=TOKENS, cotangent=normal(1, 2, 8, 17), step=0)
+    assert layer_numbers("0-2,4,9-9") == {0, 1, 2, 4, 9}
+    assert format_numbers({9, 4, 0, 2, 1}) == "0-2,4,9"
 
 
 def test_a_frozen_weight_saves_no_input_and_transforms_are_refused():

@@ -70,6 +70,8 @@ class StageTime(NamedTuple):
     """Part of input_gradient that is recomputation."""
     exchanged: float
     """Part of forward and input_gradient that waits for exchanges between context or tensor-parallel ranks."""
+    packed: float
+    """Part of forward, input_gradient and weight_gradient in which values are packed in 8 bits and read again."""
 
 
 class StepTime(NamedTuple):
@@ -114,7 +116,7 @@ class StageTimes:
                 parts.append(self._end(config, "embedding", batch))
             if stage == len(blocks) - 1:
                 parts.append(self._end(config, "head", batch))
-            stages.append(StageTime(*(sum(each) for each in zip((0.0,) * 5, *parts, strict=True))))
+            stages.append(StageTime(*(sum(each) for each in zip((0.0,) * 6, *parts, strict=True))))
         return tuple(stages)
 
     def costs(self, config: TransformerConfig, batch: int) -> Costs:
@@ -137,12 +139,15 @@ class StageTimes:
             forward_wait, backward_wait = _exchanged(config, block, batch, self.machine)
             nodes = [node for layer in layers.values() for node in layer.nodes]
             inputs, weights = _gradient_times(nodes, self.machine)
+            packing = [_moved(node) for node in nodes if node.is_packing]
+            unpacking = [2 * node.unpacked for node in nodes if node.unpacked]
             self._found[key] = StageTime(
                 timed.forward + forward_wait,
                 inputs + timed.replayed + backward_wait,
                 weights,
                 timed.replayed,
                 forward_wait + backward_wait,
+                sum(self.machine.seconds(0, moved) for moved in (*packing, *unpacking)),
             )
         return self._found[key]
 
@@ -154,7 +159,7 @@ class StageTimes:
             forward = sum(self.machine.seconds(node.flops, _moved(node)) for node in nodes)
             inputs, weights = _gradient_times(nodes, self.machine)
             ahead, back = _waits(end_exchanges(config, name, batch), self.machine)
-            self._found[key] = StageTime(forward + ahead, inputs + back, weights, 0.0, ahead + back)
+            self._found[key] = StageTime(forward + ahead, inputs + back, weights, 0.0, ahead + back, 0.0)
         return self._found[key]
 
 
@@ -291,7 +296,7 @@ def _gradient_times(nodes: Sequence[Node], machine: Machine) -> tuple[float, flo
     inputs = 0.0
     weights = 0.0
     for node in nodes:
-        saved = sum(value.size for value in node.saves)
+        saved = sum(value.size for value in node.saves) + 2 * node.unpacked
         gradients = _moved(node)
         if node.is_linear:  # one product for the input's gradient, one for the weight's
             inputs += machine.seconds(node.flops, gradients + node.parameters)

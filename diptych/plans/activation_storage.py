@@ -20,6 +20,7 @@ import numpy as np
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.fp8 import BLOCK, Quantization, dequantize, quantize
+from diptych.plans.recompute import RecomputeBlock
 
 QUANTIZATION = Quantization("float8_e4m3fn", (1, BLOCK))
 """How saved values are quantised."""
@@ -49,22 +50,25 @@ def saved_input(config: TransformerConfig, name: str) -> str | None:
     """
     if config.activation_storage is None:
         return None
-    *_, layer, _, own = ["", "", *name.split(".")]
-    if own == "linear_proj":  # the output of softmax attention, which attention may save, or its product with a gate
-        mixer = config.layer(int(layer)).mixer
-        if mixer == "mla" or (mixer == "attention" and not config.attention_output_gate):
-            return None
-    return _OF_MAP.get(own)
+    parts = name.split(".")
+    if parts[:2] != ["decoder", "layers"]:
+        return None
+    layer = config.layer(int(parts[2]))
+    is_softmax = layer.mixer == "mla" or (layer.mixer == "attention" and not config.attention_output_gate)
+    if parts[-1] == "linear_proj" and is_softmax:  # softmax attention saves its output, which the map reads
+        return None
+    return None if layer.storage is None else _OF_MAP.get(parts[-1])
 
 
-def dropped_values(config: TransformerConfig, dropped: frozenset[str]) -> frozenset[str]:
-    """Return the names of the values that a block does not save, of those that recompute drops.
+def dropped_values(config: TransformerConfig, block: RecomputeBlock) -> frozenset[str]:
+    """Return the names of the values that a block does not save.
 
     Args:
         config: configuration of the model.
-        dropped: values that recompute drops; see RecomputeBlock.
+        block: the block, of one of the model's stages.
     """
-    if config.activation_storage is None:
+    dropped = block.dropped
+    if all(config.layer(number).storage is None for number in block.layers):
         return dropped
     replaced = {"input_layernorm", "pre_mlp_layernorm", "activation"}
     if "activation" in dropped and "fc1" not in dropped:  # is computed again from the exact input

@@ -51,7 +51,8 @@ _EXECUTION = frozenset(
 _TRAINING = frozenset(
     {
         *("seq_length", "hidden_dropout", "moe_aux_loss_coeff", "init_method_std", "params_dtype", "bf16", "seed"),
-        *("fp8", "fp8_recipe", "fp8_amax_history_len", "activation_storage"),
+        *("fp8", "fp8_recipe", "fp8_amax_history_len"),
+        *("activation_storage", "activation_storage_layers"),
         *("use_flash_attn", "calculate_per_token_loss"),
     }
 )

@@ -153,10 +153,27 @@ def recompute_blocks(
 
     With recompute_layout, its blocks, cut at the stage's ends.
 
+    Layers that are recomputed together save values alike, in 8 bits or not, unless they are recomputed whole.
+
     Selective recompute: with mhc, blocks of mhc_recompute_layer_num layers. The shorter block comes last, because
     memory peaks in the last block's backward. A block also ends where activation recompute ends, so that all its layers
     recompute the same values. Without mhc, every layer is a block.
+
+    Raises:
+        ValueError: some layers of a block save values in 8 bits, and others do not.
     """
+    blocks = _blocks_of(config, vp_stage, pp_rank)
+    for block in blocks if config.activation_storage_layers is not None else ():
+        if block.kind == "selective" and len({config.layer(number).storage for number in block.layers}) > 1:
+            raise ValueError(
+                f"activation_storage_layers: expected all or none of layers {block.layers[0]} to {block.layers[-1]}, "
+                f"which are recomputed together, got {config.activation_storage_layers!r}"
+            )
+    return blocks
+
+
+def _blocks_of(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> tuple[RecomputeBlock, ...]:
+    """Return the recompute blocks of one pipeline stage."""
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
     if config.recompute_layout is not None:

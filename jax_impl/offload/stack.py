@@ -188,7 +188,7 @@ class _Stack:
                 first = number == block.layers[0] or not replays_layers(block)
                 last = number == block.layers[-1] or not replays_layers(block)
                 known = analyses.setdefault((self._config.layer(number), block.kind, block.dropped, last), {})
-                dropped = dropped_values(self._config, block.dropped)
+                dropped = dropped_values(self._config, block)
                 rules[number] = LayerRule(block, dropped, first, last, known, self._context.named)
         return rules
 

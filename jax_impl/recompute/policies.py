@@ -50,7 +50,7 @@ def recompute_policy(config: TransformerConfig, block: RecomputeBlock | None = N
     if block is None:
         blocks = recompute_blocks(config)
         block = next((b for b in blocks if b.kind != "none"), blocks[0])
-    dropped = dropped_values(config, block.dropped)
+    dropped = dropped_values(config, block)
     return checkpoint_policies.save_only_these_names(*(name for name in VALUES if name not in dropped))
 
 

@@ -20,6 +20,7 @@ from diptych.planner.memory.rank_peaks import rank_peaks
 from diptych.planner.search import RECOMPUTE
 from diptych.planner.step_time import Machine, StageTimes
 from diptych.plans.config import TransformerConfig
+from diptych.plans.model.layers import format_numbers
 from diptych.plans.recompute import NO_RECOMPUTE, RecomputeBlock, format_layout, recompute_blocks
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.placement import SCHEDULES
@@ -235,7 +236,7 @@ def test_sums_of_blocks_are_those_of_the_whole_model():
             forward, backward = (a + b for a, b in zip(parts.first_end.peaks, parts.after[0], strict=True))
             peaks = [forward, backward]
             for block in recompute_blocks(made):
-                cost = parts.cost(block)
+                cost = parts.cost(block, config)
                 peaks += [saved + a + b for a, b in zip(cost.peaks, parts.after[block.layers[-1] + 1], strict=True)]
                 saved += cost.saved
             peaks += [saved + peak for peak in parts.last_end.peaks]
@@ -316,6 +317,57 @@ def test_no_layout_of_a_pipeline_within_the_budget_recomputes_less(name):
         fit_budget(config, BATCH, int(peaks.min() * 0.3), num_microbatches=4)
     least = int(re.sub(r"\D", "", str(error.value).split("bytes")[0]))
     assert fit_budget(config, BATCH, least, num_microbatches=4).peak <= least
+
+
+QUICK_MACHINE = Machine(compute_rate=1e12, memory_bandwidth=1e12, network_bandwidth=1e12, link_bandwidth=1e12)
+"""A machine on which packing in 8 bits is faster than most recomputation."""
+STORED = {
+    "one device": {"num_layers": 3},
+    "split": {"num_layers": 4, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+    "mHC": {"num_layers": 3, "enable_hyper_connections": True},
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_layers_save_in_8_bits_where_that_is_faster(name):
+    """No drawn choice of recompute and storage within the budget is faster."""
+    config = replace(MODEL, hidden_size=64, seq_length=256, bf16=True, activation_storage="fp8", **STORED[name])
+    count = 1 if config.pipeline_model_parallel_size == 1 else 4
+    schedule = schedule_for(config, count)
+    times = StageTimes(QUICK_MACHINE)
+
+    def seconds(made: TransformerConfig) -> float:
+        return sum(stage.recomputed + stage.packed for stage in times.of(made, BATCH))
+
+    kinds = ["none", "full", "layernorm", "core_attn+mlp", "layernorm+core_attn"]
+    chosen = random.Random(2)
+    found = []
+    for _ in range(120):
+        layout = ",".join(chosen.choice(kinds) for _ in range(config.num_layers))
+        stored = [number for number in range(config.num_layers) if chosen.random() < 0.5]
+        storage = {"activation_storage": "fp8" if stored else None}
+        storage |= {"activation_storage_layers": format_numbers(stored) if stored else None}
+        made = replace(config, recompute_layout=layout, **storage)
+        found.append((max(rank_peaks(made, schedule, BATCH)), seconds(made)))
+    peaks, times_found = (np.array(each) for each in zip(*found, strict=True))
+    stored = []
+    for share in (0.15, 0.5, 0.85):
+        budget = int(peaks.min() + share * (peaks.max() - peaks.min()))
+        plan = fit_budget(config, BATCH, budget, QUICK_MACHINE, count)
+        exact = fit_budget(replace(config, activation_storage=None), BATCH, budget, QUICK_MACHINE, count)
+        stored.append(plan.config.activation_storage)
+        assert plan.peaks == rank_peaks(plan.config, schedule, BATCH)
+        assert plan.peak <= budget
+        assert plan.seconds == pytest.approx(seconds(plan.config))
+        assert plan.bound <= plan.seconds <= 1.002 * exact.seconds
+        assert plan.seconds <= 1.005 * times_found[peaks <= budget - 4 * left_out(config.seq_length)].min(
+            initial=np.inf
+        )
+        given = replace(config, activation_storage_layers="1")
+        with_given = fit_budget(given, BATCH, budget, QUICK_MACHINE, count)
+        assert with_given.config.activation_storage_layers == "1"
+        assert with_given.seconds >= plan.bound
+    assert "fp8" in stored
 
 
 def test_later_microbatches_of_one_device_have_all_gradients():

@@ -166,6 +166,18 @@ def test_values_saved_in_8_bits_within_two_percent(kind, dtype, fp8):
             assert prediction.saved_by_name[name] == value.bytes, (mode, name)
 
 
+@pytest.mark.parametrize("mode", ["none", "full block", "without mhc"])
+def test_some_layers_that_save_in_8_bits_within_two_percent(mode):
+    given = {"activation_storage": "fp8", "activation_storage_layers": "1", "layer_pattern": "attention,gdn"}
+    config = replace(PLAIN, **RECOMPUTE[mode], **given)
+    (saved, peak), report = measured(config, 2)
+    prediction = predict_memory(config, 2)
+    assert prediction.saved == pytest.approx(saved, rel=1e-3)
+    assert prediction.peak == pytest.approx(peak, rel=0.02)
+    for name, value in report.items():
+        assert prediction.saved_by_name[name] == value.bytes, name
+
+
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_fp8_outputs_between_streams_are_freed(recipe):
     """The output of an MLP without bias is that of its product, which recompute can free if it is no view."""

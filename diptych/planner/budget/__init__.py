@@ -1,4 +1,4 @@
-"""The fastest recompute of every layer within a budget of memory.
+"""The fastest recompute, and storage in 8 bits, of every layer within a budget of memory.
 
 diptych.planner.budget.solver finds the blocks of a stage, and diptych.planner.budget.ranks those of a rank with several
 microbatches in flight. The memory of a block is that of diptych.planner.memory for the block alone. The whole model
@@ -9,14 +9,15 @@ the solver repeats with a budget that is smaller by the excess.
 from dataclasses import replace
 from typing import NamedTuple
 
-from diptych.planner.budget.blocks import LENGTHS, BlockCost, StageParts
-from diptych.planner.budget.ranks import RankSearch, RankSolution, rank_moments
+from diptych.planner.budget.blocks import LENGTHS, BlockCost, StageParts, storage_choices
+from diptych.planner.budget.ranks import Moment, RankSearch, RankSolution, rank_moments
 from diptych.planner.budget.solver import STEPS
 from diptych.planner.memory.in_transit import most_in_transit
 from diptych.planner.memory.rank_peaks import rank_peaks, stage_actions
 from diptych.planner.step_time import Machine, StageTimes
 from diptych.planner.traffic import message_bytes
 from diptych.plans.config import TransformerConfig
+from diptych.plans.model.layers import format_numbers
 from diptych.plans.recompute import RecomputeBlock, format_layout, without_recompute
 from diptych.plans.schedule.named import schedule_for
 
@@ -33,7 +34,7 @@ class BudgetPlan(NamedTuple):
     peaks: list[int]
     """Predicted bytes of each pipeline rank; see diptych.planner.memory.rank_peaks."""
     seconds: float
-    """Predicted seconds of recomputation for one microbatch, on all ranks together."""
+    """Predicted seconds of recomputation, and of packing in 8 bits, for one microbatch on all ranks together."""
     bound: float
     """Seconds that every layout within the budget needs at least."""
 
@@ -46,11 +47,12 @@ class BudgetPlan(NamedTuple):
 def fit_budget(
     config: TransformerConfig, batch: int, budget: int, machine: Machine | None = None, num_microbatches: int = 1
 ) -> BudgetPlan:
-    """Return the layout of recompute with the least recomputation whose memory is within a budget on every rank.
+    """Return the layout with the least recomputation and packing whose memory is within a budget on every rank.
 
     Args:
-        config: the model, with its pipeline; its own recompute settings are replaced. Of context ranks, the plan is for
-            the one that needs most.
+        config: the model, with its pipeline; its own recompute settings are replaced. With activation_storage, layers
+            may save values in 8 bits: those of activation_storage_layers, or None: those for which that is faster than
+            recomputation. Of context ranks, the plan is for the one that needs most.
         batch: sequences of a microbatch.
         budget: bytes of a rank in the forwards and backwards of a step, above parameters and batches: activations,
             temporary buffers, messages, and the gradients of parameters that exist by then.
@@ -69,7 +71,7 @@ def fit_budget(
         solved = [each for each in found if each is not None]
         if len(solved) < len(found):
             break
-        chosen = replace(config, recompute_layout=format_layout(_in_order(solved)))
+        chosen = replace(config, recompute_layout=format_layout(_in_order(solved)), **_storage(config, solved))
         peaks = rank_peaks(chosen, schedule, batch)
         if max(peaks) <= budget:
             return BudgetPlan(chosen, budget, peaks, *(_sum_of(searches, solved, allowed, budget)))
@@ -101,6 +103,17 @@ def _in_order(solved: list[RankSolution]) -> list[RecomputeBlock]:
     return sorted(blocks, key=lambda block: block.layers)
 
 
+def _storage(config: TransformerConfig, solved: list[RankSolution]) -> dict[str, str | None]:
+    """Return the settings of the layers that save values in 8 bits, if the model leaves them open."""
+    if len(storage_choices(config)) == 1:
+        return {}
+    stored = {number for rank in solved for stage in rank.stages for number in stage.stored}
+    layers = None if len(stored) == config.num_layers else format_numbers(stored)
+    return (
+        {"activation_storage": "fp8", "activation_storage_layers": layers} if stored else {"activation_storage": None}
+    )
+
+
 def _searches(config: TransformerConfig, batch: int, machine: Machine, count: int) -> list[RankSearch]:
     """Return the search of every pipeline rank.
 
@@ -114,19 +127,26 @@ def _searches(config: TransformerConfig, batch: int, machine: Machine, count: in
     times = StageTimes(machine)
     message = message_bytes(config, batch)
     found: dict[tuple[str, ...], dict[object, list[BlockCost]]] = {}
-    searches = []
-    for actions, transit in zip(schedule.actions, most_in_transit(schedule), strict=True):
-        stages = {
-            stage: stage_actions(config, stage, batch, schedule.splits_backward)
-            for stage in sorted({a.stage for a in actions})
-        }
-        moments = rank_moments(actions, [message * each for each in transit], stages)
+
+    def parts_of(rank: int, in_8_bits: bool) -> tuple[list[StageParts], list[list[Moment]]]:
+        """Return parts and moments of a rank; in_8_bits: what waits for W was saved in 8 bits, where that is free."""
+        actions = schedule.actions[rank]
+        usual = storage_choices(config)[-1 if in_8_bits else 0]
+        own = sorted({action.stage for action in actions})
+        stages = {stage: stage_actions(usual, stage, batch, schedule.splits_backward) for stage in own}
+        moments = rank_moments(actions, [message * each for each in transit[rank]], stages)
         parts = []
-        for stage, own in moments.items():
-            kinds = tuple(sorted({moment.kind for moment in own} - {"W"}))
-            parts.append(StageParts(config, stage, batch, times, kinds, found.setdefault(kinds, {})))
-        searches.append(RankSearch(parts, [*moments.values()]))
-    return searches
+        for stage, each in moments.items():
+            kinds = tuple(sorted({moment.kind for moment in each} - {"W"}))
+            parts.append(StageParts(config, stage, batch, times, kinds, found.setdefault(kinds, {}), in_8_bits))
+        return parts, [*moments.values()]
+
+    transit = most_in_transit(schedule)
+    has_choice = schedule.splits_backward and len(storage_choices(config)) > 1
+    return [
+        RankSearch(*parts_of(rank, False), parts_of(rank, True) if has_choice else None)
+        for rank in range(len(schedule.actions))
+    ]
 
 
 def _least(searches: list[RankSearch], config: TransformerConfig, batch: int, count: int) -> int:

@@ -1,6 +1,7 @@
 """Memory and time of the parts of a stage: its blocks of layers, and what comes before and after them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -34,7 +35,9 @@ class BlockCost(NamedTuple):
     peaks: tuple[int, ...]
     """Largest number of bytes of the block in each kind of action, with what the action leaves of the block."""
     seconds: float
-    """Seconds of recomputation."""
+    """Seconds of recomputation, and of packing in 8 bits and reading again."""
+    is_stored: bool = False
+    """True if the layers save values in 8 bits."""
 
 
 class EndCost(NamedTuple):
@@ -56,6 +59,10 @@ class StageParts:
         times: times of the machine.
         kinds: kinds of the actions of the stage (keys of SIMULATED).
         found: blocks that are known, by their layers; stages with equal kinds share it.
+        lets_wait_in_8_bits: count what later layers let wait for W as if all saved their values in 8 bits, where that
+            is free to choose; for a bound.
+
+    Layers may save their values in 8 bits if the model has activation_storage; those in activation_storage_layers do.
     """
 
     def __init__(
@@ -66,8 +73,11 @@ class StageParts:
         times: StageTimes,
         kinds: Sequence[str],
         found: dict[object, list[BlockCost]],
+        lets_wait_in_8_bits: bool = False,
     ) -> None:
         self.config = config
+        self._configs = storage_choices(config)
+        self._usual = self._configs[-1 if lets_wait_in_8_bits else 0]
         self.kinds = tuple(kinds)
         self._batch = batch
         self._times = times
@@ -92,7 +102,8 @@ class StageParts:
         """Return the costs of blocks of ``size`` layers from a layer on, none of which another beats in everything."""
         key = tuple(self._settings[number] for number in range(first, first + size))
         if key not in self._found:
-            costs = [self.cost(block) for block in self._choices(range(first, first + size))]
+            blocks = [*self._choices(range(first, first + size))]
+            costs = [self.cost(block, config) for config in self._configs for block in blocks]
             self._found[key] = [cost for cost in costs if not any(_beats(other, cost) for other in costs)]
         return self._found[key]
 
@@ -108,18 +119,19 @@ class StageParts:
             if names and (mhc or len(layers) == 1) and (has_mhc or not mhc):
                 yield RecomputeBlock("selective", tuple(layers), frozenset(names))
 
-    def cost(self, block: RecomputeBlock) -> BlockCost:
-        """Return the cost of a block, simulated alone."""
-        simulations = self._simulate_block(block)
-        settings = tuple(self._settings[number] for number in block.layers)
-        seconds = self._times.of_block(self.config, settings, block, self._batch).recomputed
+    def cost(self, block: RecomputeBlock, config: TransformerConfig) -> BlockCost:
+        """Return the cost of a block of a model, simulated alone."""
+        simulations = self._simulate_block(block, config)
+        settings = tuple(config.layer(number) for number in block.layers)
+        times = self._times.of_block(config, settings, block, self._batch)
         saved = sum(simulations["allocated"].saved_by_name.values())
-        return BlockCost(block, saved, self._peaks(simulations), seconds)
+        is_stored = all(layer.storage is not None for layer in settings)
+        return BlockCost(block, saved, self._peaks(simulations), times.recomputed + times.packed, is_stored)
 
-    def _simulate_block(self, block: RecomputeBlock) -> dict[Gradients, Simulation]:
+    def _simulate_block(self, block: RecomputeBlock, config: TransformerConfig) -> dict[Gradients, Simulation]:
         found = {}
         for gradients in self._gradients:
-            builder = stage_builder(self.config, self._batch)
+            builder = stage_builder(config, self._batch)
             x = builder.hidden()
             begin = [Node([], [x])]
             layers = {}
@@ -145,7 +157,7 @@ class StageParts:
         """Return ``after``, from the simulations of what comes after the layers."""
         sizes = [self._left(last)]
         for number in reversed(self.layers):
-            left = self._left(self._simulate_block(RecomputeBlock("none", (number,))))
+            left = self._left(self._simulate_block(RecomputeBlock("none", (number,)), self._usual))
             sizes.append(tuple(a + b for a, b in zip(sizes[-1], left, strict=True)))
         return sizes[::-1]
 
@@ -175,6 +187,13 @@ class StageParts:
             end = builder.head(y) if self._is_last else [sent]
             found[gradients] = _run([Node([], [y])], {}, [], end, gradients)
         return found
+
+
+def storage_choices(config: TransformerConfig) -> list[TransformerConfig]:
+    """Return the models that differ in how all layers save values, of which each layer may be taken."""
+    if config.activation_storage is None or config.activation_storage_layers is not None:
+        return [config]
+    return [replace(config, activation_storage=None), config]
 
 
 def _run(

@@ -19,7 +19,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from diptych.planner.budget.blocks import StageParts
 from diptych.planner.budget.solver import Parts, Solution, least_saved, solve
 from diptych.planner.memory.rank_peaks import StageActions
 from diptych.plans.schedule.actions import Action
@@ -101,11 +100,18 @@ class RankSearch:
     Args:
         parts: costs of the stages, in the order of Moment.in_flight.
         moments: moments of each stage, in the same order.
+        for_bound: costs and moments of which every layout needs at least as much; None: the same.
     """
 
-    def __init__(self, parts: Sequence[StageParts], moments: Sequence[Sequence[Moment]]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Parts],
+        moments: Sequence[Sequence[Moment]],
+        for_bound: tuple[Sequence[Parts], Sequence[Sequence[Moment]]] | None = None,
+    ) -> None:
         self._parts = parts
         self._moments = moments
+        self._for_bound = for_bound
         self._least = [least_saved(each) for each in parts]
         self._most = [_most_saved(each) for each in parts]
         self.microbatches = 1 + max(sum(moment.in_flight) for each in moments for moment in each)
@@ -120,18 +126,32 @@ class RankSearch:
 
     def best(self, budget: int) -> RankSolution | None:
         """Return the fastest blocks within a budget, or None."""
+        found, bound = self._divide(budget, None)
+        if found is None:
+            return None
+        if self._for_bound is not None:
+            _, bound = self._divide(budget, _seconds(found))
+        return RankSolution(found, _seconds(found), bound)
+
+    def _divide(self, budget: int, known: float | None) -> tuple[list[Solution] | None, float]:
+        """Return the fastest blocks that are found in the boxes of saved bytes, and a bound for all boxes.
+
+        Args:
+            budget: bytes of the rank.
+            known: seconds of blocks within the budget, for a bound only, by the costs for it; None: find blocks.
+        """
         found: list[Solution] | None = None
-        least = math.inf
+        least = math.inf if known is None else known
         boxes: list[tuple[float, int, list[int], list[int]]] = []
         count = itertools.count()
 
         def add(lower: list[int], upper: list[int]) -> None:
             nonlocal found, least
-            bound = self._solve_all(budget, lower, upper, upper=False)
-            if bound is None or _seconds(bound) >= least * (1 - TOLERANCE):
+            bound = self._solve_all(budget, lower, upper, upper=False, for_bound=known is not None)
+            if bound is None:
                 return
             heapq.heappush(boxes, (_seconds(bound), next(count), lower, upper))
-            for saved in ([each.saved for each in bound], upper):
+            for saved in ([each.saved for each in bound], upper) if known is None else ():
                 solved = self._solve_all(budget, saved, saved, upper=True)
                 if solved is not None and _seconds(solved) < least:
                     found, least = solved, _seconds(solved)
@@ -146,24 +166,22 @@ class RankSearch:
             middle = (lower[place] + upper[place]) // 2
             add(lower, [*upper[:place], middle, *upper[place + 1 :]])
             add([*lower[:place], middle, *lower[place + 1 :]], upper)
-        if found is None:
-            return None
-        return RankSolution(found, least, min([least, *(box[0] for box in boxes)]))
+        return found, min([least, *(box[0] for box in boxes)])
 
     def _solve_all(
-        self, budget: int, in_flight: Sequence[int], most_saved: Sequence[int], upper: bool
+        self, budget: int, in_flight: Sequence[int], most_saved: Sequence[int], upper: bool, for_bound: bool = False
     ) -> list[Solution] | None:
         """Return the fastest blocks of every stage, or None; arguments as in _solve, for every stage."""
         found = []
         for place, most in enumerate(most_saved):
-            solution = self._solve(place, budget, in_flight, most, upper)
+            solution = self._solve(place, budget, in_flight, most, upper, for_bound)
             if solution is None:
                 return None
             found.append(solution)
         return found
 
     def _solve(
-        self, place: int, budget: int, in_flight: Sequence[int], most_saved: int, upper: bool
+        self, place: int, budget: int, in_flight: Sequence[int], most_saved: int, upper: bool, for_bound: bool
     ) -> Solution | None:
         """Return the fastest blocks of a stage.
 
@@ -173,15 +191,17 @@ class RankSearch:
             in_flight: bytes that a microbatch in flight has saved on each stage.
             most_saved: bytes that the stage may save.
             upper: see solver.solve.
+            for_bound: take the costs and moments for the bound.
         """
-        parts = self._parts[place]
+        all_parts, all_moments = (for_bound and self._for_bound) or (self._parts, self._moments)
+        parts = all_parts[place]
         limits = dict.fromkeys((*parts.kinds, "W"), budget)
-        for moment in self._moments[place]:
+        for moment in all_moments[place]:
             held = sum(count * saved for count, saved in zip(moment.in_flight, in_flight, strict=True))
             limits[moment.kind] = min(limits[moment.kind], budget - held - moment.beside)
         if limits.pop("W") < 0:
             return None
-        key = place, most_saved, upper, *limits.values()
+        key = place, most_saved, upper, for_bound, *limits.values()
         if key not in self._solved:
             self._solved[key] = solve(parts, [*limits.values()], most_saved, upper)
         return self._solved[key]

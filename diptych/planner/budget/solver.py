@@ -28,6 +28,11 @@ class Parts(Protocol):
     """The costs that the solver reads; see diptych.planner.budget.blocks.StageParts."""
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of actions of the stage."""
+        ...
+
+    @property
     def layers(self) -> range:
         """Global numbers of the layers."""
         ...
@@ -60,7 +65,9 @@ class Solution(NamedTuple):
     saved: int
     """Bytes that they save for backward."""
     seconds: float
-    """Seconds of recomputation."""
+    """Seconds of recomputation, and of packing in 8 bits and reading again."""
+    stored: list[int]
+    """Numbers of the layers that save values in 8 bits."""
 
 
 class _Front(NamedTuple):
@@ -108,14 +115,17 @@ def solve(parts: Parts, limits: Sequence[int], most_saved: int, upper: bool) -> 
     saved = int(last.saved[place]) + parts.last_end.saved
     seconds = float(last.seconds[place])
     chosen: list[RecomputeBlock] = []
+    stored: list[int] = []
     end = len(parts.layers)
     while end:
         front = fronts[end]
         start, cost = endings[end][front.step[place]]
-        chosen.append(cost.block._replace(layers=tuple(range(begin + start, begin + end))))
+        layers = range(begin + start, begin + end)
+        chosen.append(cost.block._replace(layers=tuple(layers)))
+        stored += layers if cost.is_stored else ()
         place = int(front.before[place])
         end = start
-    return Solution(chosen[::-1], saved, seconds)
+    return Solution(chosen[::-1], saved, seconds, stored)
 
 
 def least_saved(parts: Parts) -> int:

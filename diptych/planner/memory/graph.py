@@ -94,7 +94,7 @@ class GraphBuilder(OperationBuilder):
                 normed = self._layer_norm(nodes, normed, prefix, norm)
             start = len(nodes)
             output = self._sublayer(nodes, normed, f"{prefix}.{sublayer}", layer)
-            for node in nodes[start:] if self.config.activation_storage else ():
+            for node in nodes[start:] if layer.storage is not None else ():
                 node.alive += [normed, *held]  # variables of the layer's forward, which are not saved as they are
             held = [output]
             if layer.norm == "post":
@@ -354,19 +354,19 @@ class GraphBuilder(OperationBuilder):
         rows = self.weights[f"{name}.linear_fc1.weight"] // ITEM_SIZES[self.config.params_dtype]
         fc1 = self.activation("fc1", rows // self.config.hidden_size)
         nodes += self._linear(normed, fc1, f"{name}.linear_fc1", region)
-        activated = self._activated(nodes, fc1, rows // self.config.hidden_size, layer.activation)
+        activated = self._activated(nodes, fc1, rows // self.config.hidden_size, layer)
         output = self.activation("mlp_output", self.config.hidden_size)
         nodes += self._linear(activated, output, f"{name}.linear_fc2", region)
         return self._biased(nodes, output, f"{name}.linear_fc2", region)
 
-    def _activated(self, nodes: list[Node], fc1: Value, width: int, activation: str) -> Value:
+    def _activated(self, nodes: list[Node], fc1: Value, width: int, layer: LayerConfig) -> Value:
         """Append the activation function of an MLP, whose input has ``width`` entries a row, and return its output."""
         within = PACKED_IN[ACTIVATION_INPUT]
-        if self.config.activation_storage is not None:
-            activated = Value("activation", fc1.size // (1 if activation == "gelu" else 2))
+        if layer.storage is not None:
+            activated = Value("activation", fc1.size // (1 if layer.activation == "gelu" else 2))
             nodes += self._packed_activation(fc1, activated, width, within)
             return activated
-        if activation == "gelu":
+        if layer.activation == "gelu":
             activated = Value("activation", fc1.size)
             nodes.append(Node([fc1], [activated], [fc1], within))
             return activated
@@ -396,7 +396,7 @@ class GraphBuilder(OperationBuilder):
         width = layer.ffn_hidden_size * (2 if layer.activation == "swiglu" else 1)
         fc1 = self.activation("fc1", topk * width)
         self._grouped_linear(nodes, rows, fc1, f"{name}.experts.linear_fc1")
-        activated = self._activated(nodes, fc1, width, layer.activation)
+        activated = self._activated(nodes, fc1, width, layer)
         outputs = Value("outputs of the experts", rows.size)
         self._grouped_linear(nodes, activated, outputs, f"{name}.experts.linear_fc2")
         sorted_weights = self.coefficient("sorted weights of the experts", topk)

@@ -39,6 +39,10 @@ class Node:
     """Part of flops that its backward recomputes, beside two products for each product of forward."""
     widens_gradient: bool = False
     """True if the gradient of its weight is widened once backward has released what the operation has saved."""
+    unpacked: int = 0
+    """Bytes that backward writes when it reads a value that was saved in 8 bits."""
+    is_packing: bool = False
+    """True for the operation that packs a value in 8 bits."""
     is_linear: bool = False
     """True for a linear map, whose weight gradient a split backward leaves to W; others compute it in I."""
 

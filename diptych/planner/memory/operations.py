@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from diptych.planner.memory.fp8 import DELAYED_BYTES, grouped_scratch, linear_scratch, pack_scratch
 from diptych.planner.memory.nodes import Node, Value
@@ -126,10 +127,11 @@ class OperationBuilder:
         rounded = self._saved_beside_input(name, bool(in_fp8))
         forward, backward = in_fp8 or (0, sum(value.size for value in rounded))
         nodes: list[Node] = []
-        more = {"flops": self._product(weight), "is_linear": True, "widens_gradient": backward > 0}
+        more: dict[str, Any] = {"flops": self._product(weight), "is_linear": True, "widens_gradient": backward > 0}
         saved, unpack = self._saved_input(nodes, x, name)
         backward = backward if saved is x else max(backward + x.size, unpack - weight)
         saves = [saved, *rounded]
+        more["unpacked"] = 0 if saved is x else x.size
         return [*nodes, Node([x], [y, *rounded], saves, region, parameters, forward, backward, **more)]
 
     def _saved_input(self, nodes: list[Node], x: Value, name: str) -> tuple[Value, int]:
@@ -147,7 +149,7 @@ class OperationBuilder:
         if (id(x), stored) not in self._packed:
             packed = Value(stored, rows * packed_width(width))
             region = (x.name, *PACKED_IN.get(stored, ()))
-            nodes.append(Node([x], [packed], [], region, forward_scratch=pack - packed.size))
+            nodes.append(Node([x], [packed], [], region, forward_scratch=pack - packed.size, is_packing=True))
             self._packed[id(x), stored] = x, packed
         return self._packed[id(x), stored][1], unpack
 
@@ -159,8 +161,13 @@ class OperationBuilder:
         silu = activated.size if activated.size < fc1.size else 0  # of the gate, and its gradient
         again = fc1.size + activated.size + 2 * silu
         return [
-            Node([fc1], [packed], [], region, forward_scratch=pack - packed.size),
-            Node([fc1], [activated], [packed], region, forward_scratch=silu, backward_scratch=max(unpack, again)),
+            Node([fc1], [packed], [], region, forward_scratch=pack - packed.size, is_packing=True),
+            Node(
+                *([fc1], [activated], [packed], region),
+                forward_scratch=silu,
+                backward_scratch=max(unpack, again),
+                unpacked=fc1.size,
+            ),
         ]
 
     def _saved_beside_input(self, name: str, in_fp8: bool) -> list[Value]:
@@ -195,7 +202,8 @@ class OperationBuilder:
             forward, backward = in_fp8 or (y.size // experts, max(x.size, weight) // experts)
             scratch = (forward, max(backward + x.size, unpack - x.size - weight))
         parameters = weight + self.weights.get(f"{name}.{NAME}", 0)
-        nodes.append(Node([x], [y, *rounded], saves, ("mlp_output",), parameters, *scratch, flops=flops))
+        more: dict[str, Any] = {"flops": flops, "unpacked": 0 if saved is x else x.size}
+        nodes.append(Node([x], [y, *rounded], saves, ("mlp_output",), parameters, *scratch, **more))
 
     def _biased(
         self, nodes: list[Node], output: Value, name: str, region: tuple[str, ...], is_summed: bool = False

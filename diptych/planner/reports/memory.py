@@ -86,10 +86,13 @@ def _rows(columns: list[MemoryPrediction]) -> list[tuple]:
 
 def describe_fit(plan: BudgetPlan) -> str:
     """Describe the memory and time of the recompute that fits a budget."""
+    stored = ""
+    if plan.config.activation_storage is not None:
+        stored = f"; layers that save in 8 bits: {plan.config.activation_storage_layers or 'all'}"
     return (
         f"recompute within {plan.budget / MIB:,.1f} MiB for a rank: {plan.peak / MIB:,.1f} MiB, "
-        f"{plan.seconds * 1e3:.3g} ms of recomputation for a microbatch (any other within the budget: at least "
-        f"{plan.bound * 1e3:.3g} ms)"
+        f"{plan.seconds * 1e3:.3g} ms of recomputation{' and packing' * bool(stored)} for a microbatch (any other "
+        f"within the budget: at least {plan.bound * 1e3:.3g} ms){stored}"
     )
 
 

@@ -1,17 +1,24 @@
 """Settings and rules of the model and of its parallelism."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from diptych.plans.config.context import CONTEXT_RULES
 from diptych.plans.config.experts import EXPERT_RULES
 from diptych.plans.config.pipeline import PIPELINE_RULES
-from diptych.plans.config.precision import DEFAULT_HISTORY, FP8_RULES
+from diptych.plans.config.precision import DEFAULT_HISTORY, FP8_RULES, STORAGE_RULES
 from diptych.plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
 from diptych.plans.config.rules import Rule, choice, count, flag, number, validate
 from diptych.plans.config.tensor import TENSOR_RULES
 from diptych.plans.model.implementation import IMPLEMENTATIONS, MAX_KERNEL_CHANNELS, MAX_KERNEL_STREAMS
-from diptych.plans.model.layers import ACTIVATIONS, SOFTMAX_MIXERS, LayerConfig, LayerDefaults, parse_layer
+from diptych.plans.model.layers import (
+    ACTIVATIONS,
+    SOFTMAX_MIXERS,
+    LayerConfig,
+    LayerDefaults,
+    layer_numbers,
+    parse_layer,
+)
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.partition import PipelineSplit, get_stage_place, layers_by_stage
 from diptych.plans.schedule.placement import FROM_FILE, V_SCHEDULES, Placement, ScheduleName
@@ -253,6 +260,8 @@ class TransformerConfig:
     """Optimizer steps whose largest entries decide the scales of the delayed recipe."""
     activation_storage: Literal["fp8"] | None = None
     """Save the inputs of linear maps and of activation functions for backward in 8 bits; None: as they are."""
+    activation_storage_layers: str | None = None
+    """Layers for which activation_storage is used, as in 0-3,7; None: all."""
 
     def __post_init__(self) -> None:
         self.check(MODEL_RULES)
@@ -395,7 +404,10 @@ class TransformerConfig:
                 f"layer_number: expected 0 <= layer_number < num_layers={self.num_layers}, got {layer_number}"
             )
         pattern = self.layer_pattern.split(",")
-        return parse_layer(pattern[layer_number % len(pattern)], self.layer_defaults)
+        layer = parse_layer(pattern[layer_number % len(pattern)], self.layer_defaults)
+        stored = self.activation_storage_layers
+        is_stored = stored is None or layer_number in layer_numbers(stored)
+        return replace(layer, storage=self.activation_storage) if self.activation_storage and is_stored else layer
 
     @property
     def layer_defaults(self) -> LayerDefaults:
@@ -456,6 +468,7 @@ LATENT_RULES: tuple[Rule, ...] = (
 MODEL_RULES: tuple[Rule, ...] = (
     count("hidden_size"),
     count("num_layers"),
+    *STORAGE_RULES,
     count("num_attention_heads"),
     flag("enable_hyper_connections"),
     flag("do_self_attention_hyper_connection"),

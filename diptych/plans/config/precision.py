@@ -5,6 +5,7 @@ from typing import Any
 
 from diptych.plans.config.rules import Rule, choice, count
 from diptych.plans.context.exchange import PIPELINED
+from diptych.plans.model.layers import layer_numbers
 
 KEPT_IN_FLOAT32 = {
     "parameters": "weights, their gradients and both moments of the optimizer; a weight is rounded where it is used",
@@ -37,6 +38,31 @@ def in_dtype(config: Any, dtype: str) -> Any:
     return replace(config, params_dtype=params_dtype, bf16=dtype == "bfloat16", **NO_FP8)
 
 
+def _stored_layers_fault(config: Any) -> str:
+    """Return what is wrong with activation_storage_layers, or the empty string."""
+    text = config.activation_storage_layers
+    if text is None:
+        return ""
+    if config.activation_storage is None:
+        return f"activation_storage_layers: expected None without activation_storage, got {text!r}"
+    try:
+        largest = max(layer_numbers(str(text)))
+    except ValueError as error:
+        return str(error)
+    limit = f"activation_storage_layers: expected layers below num_layers={config.num_layers}, got {text!r}"
+    return "" if largest < config.num_layers else limit
+
+
+STORAGE_RULES: tuple[Rule, ...] = (
+    choice("activation_storage", (None, "fp8")),
+    Rule(
+        "activation_storage_layers",
+        lambda c: not _stored_layers_fault(c),
+        lambda c: _stored_layers_fault(c),
+    ),
+)
+"""They come before the rules that read the settings of layers."""
+
 FP8_RULES: tuple[Rule, ...] = (
     Rule(
         "fp8",
@@ -50,7 +76,6 @@ FP8_RULES: tuple[Rule, ...] = (
         lambda c: f"fp8_recipe: expected 'current', the default, without fp8, got {c.fp8_recipe!r}; give fp8",
     ),
     count("fp8_amax_history_len"),
-    choice("activation_storage", (None, "fp8")),
     Rule(
         "fp8_amax_history_len needs delayed",
         lambda c: (c.fp8 is not None and c.fp8_recipe == "delayed") or c.fp8_amax_history_len == DEFAULT_HISTORY,

@@ -243,7 +243,7 @@ def config_of(family: Family, model: TransformerConfig, like: Mapping[str, Any] 
     again = settings_of(family, config)
     exported = TransformerConfig(**again)
     for number in range(model.num_layers):
-        if exported.layer(number) != model.layer(number):
+        if exported.layer(number).description != model.layer(number).description:
             raise FamilyError(
                 f"layer_pattern: expected layer {number} as {family.name} has it, {exported.layer(number)}, got "
                 f"{model.layer(number)}"

@@ -1,6 +1,8 @@
 """Layer settings, and the grammar of a configuration's layer pattern."""
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -25,6 +27,8 @@ class LayerConfig:
     """True for a mixture of experts, each of width ffn_hidden_size, in place of the MLP."""
     norm: Literal["pre", "post"] = "pre"
     """Place of the norms: on the input of each sublayer (pre), or on its output (post)."""
+    storage: Literal["fp8"] | None = None
+    """How values are saved for backward: in 8 bits (fp8), or as they are; see diptych.plans.activation_storage."""
 
     @property
     def norm_names(self) -> tuple[str, str]:
@@ -44,6 +48,33 @@ class LayerConfig:
         }
         chosen = [option for option, is_chosen in options.items() if is_chosen]
         return "+".join([self.mixer, self.activation, f"ffn={self.ffn_hidden_size}", *chosen])
+
+
+@lru_cache(maxsize=64)
+def layer_numbers(text: str) -> frozenset[int]:
+    """Return the layers that activation_storage_layers names, as in ``0-3,7``.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        ends = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part)
+        if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
+            raise ValueError(f"activation_storage_layers: expected numbers of layers such as 0-3,7, got {text!r}")
+        found.update(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
+    return frozenset(found)
+
+
+def format_numbers(numbers: Iterable[int]) -> str:
+    """Return the text that layer_numbers reads."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 class LayerDefaults(NamedTuple):
