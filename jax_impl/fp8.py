@@ -180,7 +180,9 @@ def _product(a: Array, b: Array, scales: Scales, kinds: Kinds) -> Array:
         return dequantize(a, inverse_a, of_a) @ dequantize(b, inverse_b, of_b).T
     along_last = (((1,), (1,)), ((), ()))
     summed = jax.lax.dot_general(a, b, along_last, jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    return summed * inverse_a * inverse_b
+    factor = inverse_a * inverse_b
+    both_large = (inverse_a > 1) & (inverse_b > 1)  # then the product of both may be infinite where a sum is 0
+    return jnp.where(both_large, summed * inverse_a * inverse_b, summed * factor)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3,))

@@ -22,6 +22,7 @@ from reference_torch.fp8 import (
     WEIGHTS,
     Fp8Products,
     SharingRanks,
+    amax,
     array_scale,
 )
 from reference_torch.operands import operand
@@ -84,15 +85,16 @@ class Groups:
     def products(self, x: Tensor, weight: Tensor, gradient: Tensor | None = None) -> Any:
         """Return the products of one group, with the scales of the arrays of all groups."""
         assert self.recipe is not None, "a subclass has other products"
-        if self.recipe.inputs.block is not None or self.scales is not None:
-            return Fp8Products(self.recipe, weight.dtype, self.scales)
-        arrays = ((x, INPUTS), (weight, WEIGHTS), (gradient, GRADIENTS))
-        found = [
-            weight.new_ones((), dtype=torch.float32)
-            if array is None
-            else array_scale(array, self.recipe[number], self.ranks)
-            for array, number in arrays
-        ]
+        if self.recipe.inputs.block is not None:
+            return Fp8Products(self.recipe, weight.dtype)
+        found = []
+        for array, number in ((x, INPUTS), (weight, WEIGHTS), (gradient, GRADIENTS)):
+            if array is None:
+                found.append(weight.new_ones((), dtype=torch.float32))
+            elif self.scales is None:
+                found.append(array_scale(array, self.recipe[number], self.ranks))
+            else:  # an entry that is not finite makes all others NaN, also those of other groups
+                found.append(self.scales[number].where(amax(array).isfinite(), float("nan")))
         return Fp8Products(with_given_scales(self.recipe), weight.dtype, torch.stack(found))
 
 

@@ -154,6 +154,24 @@ def test_what_is_not_finite_is_seen(recipe, wrong):
     np.testing.assert_array_equal(np.asarray(in_jax.fp8_linear(jnp.asarray(x), jnp.ones((4, 3)), recipe)), y)
 
 
+def test_scales_far_apart_do_not_overflow():
+    """The factors of two scales are multiplied with the sum in an order in which nothing becomes infinite."""
+    recipe = plan.product_recipe("e4m3", "current")
+    for size in (1e35, 1e30, 1e-30, 1e-35):
+        x, w = np.full((2, 64), size, np.float32), np.full((3, 64), 1 / size, np.float32)
+        ours = in_torch.fp8_linear(torch.from_numpy(x), torch.from_numpy(w), recipe).numpy()
+        np.testing.assert_allclose(ours, 64, rtol=0.1)
+        theirs = np.asarray(in_jax.fp8_linear(jnp.asarray(x), jnp.asarray(w), recipe))
+        np.testing.assert_allclose(theirs, ours, rtol=1e-6)
+    x, w = np.zeros((2, 64), np.float32), np.full((3, 64), 1e36, np.float32)
+    x[0, 0] = 1e36
+    for y in (
+        in_torch.fp8_linear(torch.from_numpy(x), torch.from_numpy(w), recipe).numpy(),
+        np.asarray(in_jax.fp8_linear(jnp.asarray(x), jnp.asarray(w), recipe)),
+    ):
+        np.testing.assert_array_equal(y[1], 0)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("shape", [(0, 3, 5), (4, 0, 5), (2, 5, 0), (5,), (2, 1, 3, 7)], ids=str)
 def test_arrays_of_any_rank_and_size(recipe, shape):

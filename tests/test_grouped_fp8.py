@@ -126,6 +126,24 @@ def test_second_derivatives_are_refused(backend):
         jax.grad(lambda x: jax.grad(squares)(x).sum())(jnp.asarray(x))
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("recipe", [*RECIPES, DELAYED], ids=str)
+def test_what_is_not_finite_is_seen_by_all_with_its_scale(recipe, wrong):
+    """All experts, unless blocks have scales of their own; also with scales from earlier steps."""
+    x, w = np.ones((4, 8), np.float32), np.ones((2, 5, 8), np.float32)
+    x[0, 0] = wrong
+    scales = np.full(3, 16, np.float32) if recipe == DELAYED else None
+    given = None if scales is None else torch.from_numpy(scales)
+    ours = in_torch.fp8_grouped_linear(torch.from_numpy(x), torch.from_numpy(w), [2, 2], recipe, given).numpy()
+    is_wrong = [True, *[recipe.inputs.block is None] * 3]
+    np.testing.assert_array_equal(np.isnan(ours).all(1), is_wrong)
+    sizes = jnp.array([2, 2])
+    theirs = in_jax.fp8_grouped_linear(
+        jnp.asarray(x), jnp.asarray(w), sizes, recipe, None if scales is None else jnp.asarray(scales)
+    )
+    np.testing.assert_array_equal(np.asarray(theirs), ours)
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("module", [in_torch, in_jax], ids=["torch", "jax"])
 def test_wrong_arguments_are_named(module):

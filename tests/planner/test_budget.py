@@ -328,6 +328,22 @@ STORED = {
 }
 
 
+def test_more_memory_is_never_refused():
+    """The simulation of the whole model exceeds that of its blocks by little, and the next best blocks may be far."""
+    small = {"hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "seq_length": 8, "vocab_size": 97}
+    layout = {"pipeline_model_parallel_layout": "E|tt|tt||tt|ttL", "virtual_pipeline_model_parallel_size": 2}
+    pipeline = {"pipeline_model_parallel_size": 3, "pipeline_schedule": "interleaved-zb1p", **layout}
+    config = TransformerConfig(num_layers=8, bf16=True, **small, **pipeline)
+    least = smallest(config, 1, 4)
+    for budget in (least, 400_000, 427_368, 440_000):
+        assert fit_budget(config, 1, budget, num_microbatches=4).peak <= budget
+    with pytest.raises(ValueError, match="expected at least") as error:
+        fit_budget(config, 1, least // 3, num_microbatches=4)
+    stated = int(re.sub(r"\D", "", str(error.value).split("bytes")[0]))
+    for budget in np.linspace(stated, 2 * stated, 9):
+        assert fit_budget(config, 1, int(budget), num_microbatches=4).peak <= budget
+
+
 @pytest.mark.parametrize("name", STORED)
 def test_layers_save_in_8_bits_where_that_is_faster(name):
     """No drawn choice of recompute and storage within the budget is faster."""

@@ -24,6 +24,10 @@ from diptych.plans.schedule.named import schedule_for
 __all__ = ["BudgetPlan", "fit_budget", "smallest"]
 
 
+ATTEMPTS = 16
+"""Smaller budgets that are tried for blocks whose simulation as a whole exceeds the budget."""
+
+
 class BudgetPlan(NamedTuple):
     """A layout within a budget."""
 
@@ -63,10 +67,36 @@ def fit_budget(
         ValueError: no layout is within the budget, and the message says how much the smallest needs.
     """
     config = without_recompute(config)
-    schedule = schedule_for(config, num_microbatches)
-    searches = _searches(config, batch, machine or Machine(), num_microbatches)
+    request = _Request(config, batch, budget, machine or Machine(), num_microbatches)
+    searches = _searches(config, batch, request.machine, num_microbatches)
+    plan = _fitting(searches, request)
+    if plan is None:
+        raise ValueError(
+            f"activation_memory_budget: expected at least {_least(searches, request):,} bytes, which this model needs "
+            f"with most of its values recomputed, got {budget:,}; use smaller microbatches or shorter sequences"
+        )
+    return plan
+
+
+class _Request(NamedTuple):
+    """What a layout has to fit; fields as in fit_budget."""
+
+    config: TransformerConfig
+    batch: int
+    budget: int
+    machine: Machine
+    num_microbatches: int
+
+
+def _fitting(searches: list[RankSearch], request: _Request) -> BudgetPlan | None:
+    """Return the fastest layout whose simulation is within the budget, or None.
+
+    Blocks are discrete, and a budget that is smaller by the excess may give the same ones, so it shrinks ever faster.
+    """
+    config, batch, budget, machine, count = request
+    schedule = schedule_for(config, count)
     allowed = [budget] * len(searches)
-    for _ in range(8):
+    for attempt in range(ATTEMPTS):
         found = [search.best(each) for search, each in zip(searches, allowed, strict=True)]
         solved = [each for each in found if each is not None]
         if len(solved) < len(found):
@@ -74,18 +104,17 @@ def fit_budget(
         chosen = replace(config, recompute_layout=format_layout(_in_order(solved)), **_storage(config, solved))
         peaks = rank_peaks(chosen, schedule, batch)
         if max(peaks) <= budget:
-            return BudgetPlan(chosen, budget, peaks, *(_sum_of(searches, solved, allowed, budget)))
-        allowed = [
-            a - (peak - budget + budget // STEPS + 1) * (peak > budget) for a, peak in zip(allowed, peaks, strict=True)
-        ]
-    raise ValueError(
-        f"activation_memory_budget: expected at least {_least(searches, config, batch, num_microbatches):,} bytes, "
-        f"which this model needs with most of its values recomputed, got {budget:,}; use smaller microbatches or "
-        "shorter sequences"
-    )
+            return BudgetPlan(chosen, budget, peaks, *_seconds(searches, solved, allowed, budget))
+        excess = [max(0, peak - budget) for peak in peaks]
+        allowed = [a - ((e + budget // STEPS + 1) << attempt) * (e > 0) for a, e in zip(allowed, excess, strict=True)]
+    uniform, peaks = _uniform(config, batch, count)
+    if max(peaks) > budget:
+        return None
+    seconds = sum(each.recomputed + each.packed for each in StageTimes(machine).of(uniform, batch))
+    return BudgetPlan(uniform, budget, peaks, seconds, min(seconds, sum(search.bound(budget) for search in searches)))
 
 
-def _sum_of(
+def _seconds(
     searches: list[RankSearch], solved: list[RankSolution], allowed: list[int], budget: int
 ) -> tuple[float, float]:
     """Return the seconds of all ranks, and their bound for the whole budget."""
@@ -149,17 +178,22 @@ def _searches(config: TransformerConfig, batch: int, machine: Machine, count: in
     ]
 
 
-def _least(searches: list[RankSearch], config: TransformerConfig, batch: int, count: int) -> int:
+def _least(searches: list[RankSearch], request: _Request) -> int:
     """Return bytes within which there is a layout; 0.1% less may be too few."""
+    config, batch, _, _, count = request
     low = 0
     high = smallest(config, batch, count)
+    most = high
     while high - low > high // 1000:
         middle = (low + high) // 2
         if all(search.fits(middle) for search in searches):
             high = middle
         else:
             low = middle
-    return high + left_out(config.seq_length) * max(search.microbatches for search in searches)
+    found = high + left_out(config.seq_length) * max(search.microbatches for search in searches)
+    while found < most and _fitting(searches, request._replace(budget=found)) is None:
+        found += found // 500 + 1
+    return min(found, most)
 
 
 def left_out(length: int) -> int:
@@ -175,12 +209,16 @@ def smallest(config: TransformerConfig, batch: int, num_microbatches: int = 1) -
         batch: sequences of a microbatch.
         num_microbatches: microbatches of a step.
     """
-    config = without_recompute(config)
-    schedule = schedule_for(config, num_microbatches)
+    return max(_uniform(without_recompute(config), batch, num_microbatches)[1])
+
+
+def _uniform(config: TransformerConfig, batch: int, count: int) -> tuple[TransformerConfig, list[int]]:
+    """Return the model with whole layers recomputed in equal blocks that need least, and the bytes of every rank."""
+    schedule = schedule_for(config, count)
     layers = range(config.num_layers)
     found = []
     for size in (size for size in LENGTHS if size <= config.num_layers and config.num_layers % size in (0, *LENGTHS)):
         blocks = [RecomputeBlock("full", tuple(layers[i : i + size])) for i in range(0, config.num_layers, size)]
         layout = replace(config, recompute_layout=format_layout(blocks))
-        found.append(max(rank_peaks(layout, schedule, batch)))
-    return min(found)
+        found.append((layout, rank_peaks(layout, schedule, batch)))
+    return min(found, key=lambda each: max(each[1]))

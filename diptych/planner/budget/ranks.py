@@ -133,6 +133,10 @@ class RankSearch:
             _, bound = self._divide(budget, _seconds(found))
         return RankSolution(found, _seconds(found), bound)
 
+    def bound(self, budget: int) -> float:
+        """Return the seconds that all blocks within a budget need at least."""
+        return self._divide(budget, math.inf)[1]
+
     def _divide(self, budget: int, known: float | None) -> tuple[list[Solution] | None, float]:
         """Return the fastest blocks that are found in the boxes of saved bytes, and a bound for all boxes.
 
