@@ -15,6 +15,7 @@ from jaxtyping import DTypeLike, Float, Int, UInt8
 
 from diptych.plans.activation_storage import ACTIVATION_INPUT, QUANTIZATION, packed_width
 from diptych.plans.fp8 import ProductRecipe
+from jax_impl.autograd import differentiable_once
 from jax_impl.fp8 import ALONE, SharingRanks, dequantize, quantize
 from jax_impl.grouped_fp8 import fp8_grouped_linear
 from jax_impl.linear_products import LinearProducts
@@ -59,19 +60,10 @@ def packed_for_backward(x: Float[Array, "*b k"], name: str | None) -> UInt8[Arra
     return None if name is None else name_value(pack(x), name)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@differentiable_once("activation_storage", "activation_storage", static=(0,))
 def _once(backward: Callable[..., Any], *operands: Any) -> Any:
     """Return ``backward(*operands)``, whose derivative raises an error, because packed values have none."""
     return backward(*operands)
-
-
-@_once.defjvp
-def _no_second_derivative(backward: Callable[..., Any], primals: tuple, tangents: tuple) -> tuple:
-    """Raise the error of second derivatives."""
-    raise RuntimeError(
-        "activation_storage: expected to be differentiated once, got a derivative of a gradient; leave "
-        "activation_storage out"
-    )
 
 
 def _packed_first(y: Array, packed: Array) -> tuple[Array, Array]:

@@ -15,12 +15,12 @@ from jaxtyping import Float
 from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of, check_scales
 from diptych.plans.model import operations
 from diptych_kernels.mesh_axes import vary
+from jax_impl.autograd import differentiable_once
 from jax_impl.linear_products import LinearProducts, as_matrix, multiply
 from jax_impl.operands import operand
 
 INPUTS, WEIGHTS, GRADIENTS = range(3)
 """Places of a recipe and of scales."""
-DIFFERENTIATED_TWICE = "expected to be differentiated once, got a derivative of its gradient; leave fp8 out"
 """What is wrong with a second derivative."""
 Scales = tuple[Array, Array] | None
 """Scales of two operands that come from earlier steps."""
@@ -185,16 +185,10 @@ def _product(a: Array, b: Array, scales: Scales, kinds: Kinds) -> Array:
     return jnp.where(both_large, summed * inverse_a * inverse_b, summed * factor)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
+@differentiable_once("fp8_linear", "fp8", static=(3,))
 def _product_once(a: Array, b: Array, scales: Scales, kinds: Kinds) -> Array:
     """Return _product of a gradient, whose derivative raises an error."""
     return _product(a, b, scales, kinds)
-
-
-@_product_once.defjvp
-def _no_second_derivative(kinds: Kinds, primals: tuple, tangents: tuple) -> tuple:
-    """Raise the error of second derivatives."""
-    raise RuntimeError(f"fp8_linear: {DIFFERENTIATED_TWICE}")
 
 
 def _rounded(x: Array, dtype: str) -> Array:

@@ -15,7 +15,8 @@ from jaxtyping import Float, Int
 
 from diptych.plans.fp8 import BLOCK, ProductRecipe, Quantization, check_scales
 from diptych.plans.model import operations
-from jax_impl.fp8 import ALONE, DIFFERENTIATED_TWICE, GRADIENTS, INPUTS, WEIGHTS, SharingRanks, dequantize, quantize
+from jax_impl.autograd import differentiable_once
+from jax_impl.fp8 import ALONE, GRADIENTS, INPUTS, WEIGHTS, SharingRanks, dequantize, quantize
 from jax_impl.operands import operand
 
 OVER_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
@@ -84,7 +85,7 @@ def _backward(kinds: _Kinds, saved: tuple, gradient: Array) -> tuple[Array, Arra
 _grouped.defvjp(_forward, _backward)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
+@differentiable_once("fp8_grouped_linear", "fp8", static=(2,))
 def _gradients(gradient: Array, saved: tuple[Any, ...], kinds: _Kinds) -> tuple[Array, Array]:
     """Return the gradients of x and weight, whose derivatives raise an error."""
     x, weight, sizes, scales = saved
@@ -95,12 +96,6 @@ def _gradients(gradient: Array, saved: tuple[Any, ...], kinds: _Kinds) -> tuple[
     )
     d_weight = jax.lax.ragged_dot_general(of_outputs, rows, sizes, OVER_ROWS, precision=HIGHEST)
     return d_x.astype(x.dtype), d_weight.astype(weight.dtype)
-
-
-@_gradients.defjvp
-def _no_second_derivative(kinds: _Kinds, primals: tuple, tangents: tuple) -> tuple:
-    """Raise the error of second derivatives."""
-    raise RuntimeError(f"fp8_grouped_linear: {DIFFERENTIATED_TWICE}")
 
 
 def _read(x: Array, number: int, kinds: _Kinds, scales: Array | None) -> Array:

@@ -146,7 +146,6 @@ MODULES = {
 
 TORCH_ONLY = {
     *(
-        "autograd",
         "distributed_optimizer",
         "history_adamw",
         "pending_sends",

@@ -5,6 +5,11 @@ import re
 
 import pytest
 
+from diptych.planner.memory.rank_peaks import rank_peaks
+from diptych.planner.memory.ranks import rank_memories
+from diptych.planner.memory.stages import predict_stages
+from diptych.plans.config import TransformerConfig
+from diptych.plans.schedule.named import schedule_for
 from tests.command import diptych
 
 
@@ -184,6 +189,20 @@ def test_plan_warns_of_blocks_that_cost_more_than_they_save(capsys):
     assert "use --mhc-recompute-layer-num 3" in printed
     assert diptych(f"{command} 3") == 0
     assert "warning" not in capsys.readouterr().out
+
+
+def test_plan_counts_temporary_buffers_and_messages(capsys):
+    """Parameters and moments, and the peak of forwards and backwards."""
+    config = TransformerConfig(64, 4, 4, seq_length=64, pipeline_model_parallel_size=2, pipeline_schedule="zb-h1")
+    sizes = "--hidden-size 64 --num-layers 4 --num-attention-heads 4 --seq-length 64 --no-enable-hyper-connections"
+    assert diptych(f"plan {sizes} --pipeline-model-parallel-size 2 --schedule zb-h1 --micro-batch-size 2") == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    schedule = schedule_for(config, 8)
+    ranks = rank_memories(config, schedule, predict_stages(config, 2))
+    needed = [r.parameters + r.moments + peak for r, peak in zip(ranks, rank_peaks(config, schedule, 2), strict=True)]
+    assert max(needed) > max(rank.total for rank in ranks)
+    most = f"at most {max(needed) / 2**20:,.1f} MiB, on pipeline rank {needed.index(max(needed))}."
+    assert f"With temporary buffers and messages: {most}" in said
 
 
 def test_plan_finds_a_recompute_within_a_budget(capsys):

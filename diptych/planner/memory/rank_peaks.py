@@ -1,7 +1,8 @@
 """Predicted peak of every pipeline rank in a step: what its actions allocate, in the order of its schedule.
 
 An action begins with what the microbatches in flight have saved, what waits for W, and the gradients of parameters that
-exist by then. Beside these are messages: those that are posted before the action, and the last one sent.
+exist by then. Beside these are messages in transit, of which diptych.planner.memory.in_transit counts as many as there
+can be. Fewer are there when a rank's neighbours are fast.
 """
 
 from collections.abc import Hashable, Sequence

@@ -6,13 +6,17 @@ from itertools import groupby, pairwise
 from rich.console import Console
 from rich.table import Table
 
+from diptych.planner.memory.rank_peaks import rank_peaks
 from diptych.planner.memory.ranks import RankMemory, rank_memories
 from diptych.planner.memory.stages import predict_stages
 from diptych.planner.traffic import wire_traffic
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.named import schedule_for
+from diptych.plans.schedule.partition import num_stages
 
 UNITS = {"MiB": 2**20, "GiB": 2**30}
+MOST_SIMULATED = 2**14
+"""Largest number of stages times microbatches for which temporary buffers and messages are counted."""
 MOST_ROWS = 16
 """Largest number of printed rows; longer tables show the first, some middle and the last rows."""
 
@@ -62,6 +66,14 @@ def print_mesh(
         f"AdamW's two moments exact, activations predicted.{activations}{offloaded} Left out: temporary buffers, "
         "messages in transit and flattened gradients."
     )
+    if num_stages(config) * num_microbatches <= MOST_SIMULATED and not config.enable_activation_offload:
+        peaks = rank_peaks(config, schedule, micro_batch_size)
+        needed = [rank.parameters + rank.moments + peak for rank, peak in zip(ranks, peaks, strict=True)]
+        largest = max(range(len(ranks)), key=needed.__getitem__)
+        console.print(
+            f"With temporary buffers and messages: at most {needed[largest] / UNITS[unit]:,.1f} {unit}, on pipeline "
+            f"rank {largest}."
+        )
     if data_parallel_size * config.model_parallel_size > 1:
         console.print()
         console.print(_wire_table(config, micro_batch_size, num_microbatches, data_parallel_size))
