@@ -261,7 +261,6 @@ REFUSED = {
     ),
     "Kimi Linear": ("normed heads",),  # turn channels
     "FP8": ("context ranks, pipelined",),
-    "a layer saved in 8 bits": ("recompute mhc",),  # recomputes layers together, which save alike
 }
 """Dimensions and features that are rejected together with a feature."""
 QUICK = [name for name in FEATURES if name != "kernels"]

@@ -8,6 +8,7 @@ per block, which saves every named value except the dropped ones.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from diptych.plans.config import TransformerConfig
@@ -153,23 +154,20 @@ def recompute_blocks(
 
     With recompute_layout, its blocks, cut at the stage's ends.
 
-    Layers that are recomputed together save values alike, in 8 bits or not, unless they are recomputed whole.
+    Selectively recomputed blocks also end where layers begin to save values in 8 bits, or cease to.
 
     Selective recompute: with mhc, blocks of mhc_recompute_layer_num layers. The shorter block comes last, because
     memory peaks in the last block's backward. A block also ends where activation recompute ends, so that all its layers
     recompute the same values. Without mhc, every layer is a block.
-
-    Raises:
-        ValueError: some layers of a block save values in 8 bits, and others do not.
     """
     blocks = _blocks_of(config, vp_stage, pp_rank)
-    for block in blocks if config.activation_storage_layers is not None else ():
-        if block.kind == "selective" and len({config.layer(number).storage for number in block.layers}) > 1:
-            raise ValueError(
-                f"activation_storage_layers: expected all or none of layers {block.layers[0]} to {block.layers[-1]}, "
-                f"which are recomputed together, got {config.activation_storage_layers!r}"
-            )
-    return blocks
+    if config.activation_storage_layers is None:
+        return blocks
+    return tuple(
+        block._replace(layers=layers)
+        for block in blocks
+        for layers in ([block.layers] if block.kind == "full" else _cut_by_storage(config, block.layers))
+    )
 
 
 def _blocks_of(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> tuple[RecomputeBlock, ...]:
@@ -225,6 +223,11 @@ def _cut_where(layers: range, length: int, activation: set[int]) -> list[tuple[i
         else:
             chunks.append((number,))
     return chunks
+
+
+def _cut_by_storage(config: TransformerConfig, layers: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Cut layers into runs that save values alike, in 8 bits or not."""
+    return [tuple(run) for _, run in groupby(layers, key=lambda number: config.layer(number).storage)]
 
 
 def _full_layers(config: TransformerConfig, layers: range, vp_stage: int | None) -> set[int]:

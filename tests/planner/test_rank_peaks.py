@@ -57,7 +57,7 @@ def check(measured: list[int], predicted: list[int], message: int, in_transit: l
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in DAILY else pytest.mark.thorough) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in DAILY else pytest.mark.slow) for c in CASES])
 def test_the_peak_of_a_rank_is_predicted_but_for_messages(ranks, case):
     config = config_of(case)
     schedule = schedule_for(config, COUNT)
@@ -67,7 +67,7 @@ def test_the_peak_of_a_rank_is_predicted_but_for_messages(ranks, case):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in DAILY else pytest.mark.thorough) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in DAILY else pytest.mark.slow) for c in CASES])
 def test_ranks_stay_within_a_budget(ranks, case):
     config = config_of(case)
     schedule = schedule_for(config, COUNT)
