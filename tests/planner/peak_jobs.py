@@ -1,13 +1,12 @@
 """What ranks run to measure the peak of a step."""
 
-from typing import Any
-
-from torch.profiler import ProfilerActivity, profile
+import torch
 
 from diptych.plans.config import TransformerConfig
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pending_sends import PendingSends
 from reference_torch.pipeline import get_forward_backward_func, get_model
+from reference_torch.recompute import measure_memory
 from reference_torch.stage import model_provider
 from tests.pipeline.jobs import Case, forward_step, groups_of, microbatches
 
@@ -37,20 +36,11 @@ def measure_step(config: TransformerConfig, count: int, size: int) -> int:
         for stage in stages:
             stage.zero_grad()
 
+    def run() -> torch.Tensor:
+        step()
+        return torch.zeros(())
+
     step()
-    found = []
-    for _ in range(3):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step()
-        found.append(_peak(profiler))
+    found = [measure_memory(run, lambda _: None).peak for _ in range(3)]
     link.close()
     return min(found)
-
-
-def _peak(profiler: Any) -> int:
-    held = peak = 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak

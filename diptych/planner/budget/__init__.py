@@ -3,7 +3,7 @@
 diptych.planner.budget.solver finds the blocks of a stage, and diptych.planner.budget.ranks those of a rank with several
 microbatches in flight. The memory of a block is that of diptych.planner.memory for the block alone. The whole model
 needs some bytes more (the positions that recomputed layers save, and the loss), so the result is simulated again, and
-the solver repeats with a budget that is smaller by the excess.
+the solver repeats with budgets that shrink ever faster until the result fits.
 """
 
 from dataclasses import replace

@@ -4,13 +4,11 @@ A rank that begins an action has k microbatches in flight, each of which saves S
 
     k S + bytes beside them + saved before the block + peak of the block + left after the block <= budget
 
-where the bytes beside are gradients of parameters, what waits for W, and messages. With S fixed, diptych.planner.budget
-.solver finds the best blocks that save at most S. The search over S divides an interval of S: with k S at its lower end
-and at most its upper end saved, the seconds are a bound for all S in it. Intervals whose bound is not below the seconds
-found so far are dropped, so the result is the best, up to TOLERANCE.
-
-A rank with several stages is searched along one line, on which each saves the same share of what it saves without
-recompute. The bound of its stages assumes that the others save as little as they can.
+where the bytes beside are gradients of parameters, what waits for W, and messages. With S fixed,
+diptych.planner.budget.solver finds the best blocks that save at most S. The search over S divides an interval of S:
+with k S at its lower end and at most its upper end saved, the seconds are a bound for all S in it. Intervals whose
+bound is not below the seconds found so far, up to TOLERANCE, are not divided; nor is any after MOST_BOXES divisions. A
+rank with several stages has a box of intervals, one for what each stage saves.
 """
 
 import heapq
@@ -158,7 +156,8 @@ class RankSearch:
             for saved in ([each.saved for each in bound], upper) if known is None else ():
                 solved = self._solve_all(budget, saved, saved, upper=True)
                 if solved is not None and _seconds(solved) < least:
-                    found, least = solved, _seconds(solved)
+                    found = solved
+                    least = _seconds(solved)
 
         add(self._least, self._most)
         for _ in range(MOST_BOXES):

@@ -29,27 +29,27 @@ class Parts(Protocol):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of actions of the stage."""
+        """Return the kinds of actions of the stage."""
         ...
 
     @property
     def layers(self) -> range:
-        """Global numbers of the layers."""
+        """Return the global numbers of the layers."""
         ...
 
     @property
     def after(self) -> list[tuple[int, ...]]:
-        """Bytes that each kind of action has left of the layers from one on."""
+        """Return the bytes that each kind of action has left of the layers from one on."""
         ...
 
     @property
     def first_end(self) -> EndCost:
-        """What comes before the layers."""
+        """Return the memory of what comes before the layers."""
         ...
 
     @property
     def last_end(self) -> EndCost:
-        """What comes after the layers."""
+        """Return the memory of what comes after the layers."""
         ...
 
     def options(self, first: int, size: int) -> list[BlockCost]:

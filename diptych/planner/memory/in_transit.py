@@ -29,7 +29,8 @@ def most_in_transit(schedule: Schedule) -> list[list[int]]:
         ends = [place for place, step in enumerate(steps) if isinstance(step, Action)]
         changes = [0] * (len(ends) + 1)
         for begin, end in _lifetimes(rank, program, places, users):
-            first, last = bisect_right(ends, begin), bisect_right(ends, end - 1)
+            first = bisect_right(ends, begin)
+            last = bisect_right(ends, end - 1)
             if first < last:
                 changes[first] += 1
                 changes[last] -= 1
