@@ -1,4 +1,4 @@
-"""Time of a training step of both backends, compared with a plain PyTorch network, with and without mHC.
+"""Time of a training step of both backends, compared with plain networks in PyTorch and JAX, with and without mHC.
 
     python -m benchmarks.mhc            (make bench NAME=mhc)
 
@@ -17,21 +17,26 @@ import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 import jax_impl.train
 import reference_torch.train
-from benchmarks.plain_torch import PlainTrainer
+from benchmarks import plain_jax, plain_torch
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
-from diptych.plans.model.data import load_corpus
+from diptych.plans.model.data import Corpus, load_corpus
 from parity.report import environment
 
+WIDTHS = (128, 512)
 STEPS = 40
-WARM_UP = 4
+"""Of the smaller width; a third of it of the larger."""
+WARM_UP = 3
+BACKENDS = ("torch", "jax")
 RESULT = Path("benchmarks/results/mhc-cpu.json")
 
 
@@ -41,47 +46,57 @@ def main() -> None:
     console = Console()
     corpus = load_corpus(DataConfig())
     train = TrainConfig()
-    hyper = TransformerConfig(hidden_size=128, num_layers=2, num_attention_heads=4, enable_hyper_connections=True)
+    results = []
+    for width in WIDTHS:
+        config = TransformerConfig(
+            hidden_size=width, num_layers=2, num_attention_heads=4, enable_hyper_connections=True
+        )
+        trainers = make_trainers(config, train, corpus)
+        medians = measure(trainers, STEPS if width == WIDTHS[0] else max(1, STEPS // 3), console)
+        result = {
+            "model": asdict(config),
+            "median_step_seconds": medians,
+            "ratios": ratios(medians),
+            "profile": profile_step(trainers["torch, mHC"], config, train),
+        }
+        show(console, config, train, result)
+        results.append(result)
+    RESULT.parent.mkdir(exist_ok=True)
+    content = {"environment": environment(), "batch": train.global_batch_size, "steps": STEPS, "widths": results}
+    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    console.print(f"written: {RESULT}")
+
+
+def make_trainers(hyper: TransformerConfig, train: TrainConfig, corpus: Corpus) -> dict[str, Any]:
+    """Return the trainers by name; hyper: configuration with mHC."""
     residual = replace(hyper, enable_hyper_connections=False)
-    trainers = {
-        "plain PyTorch, explicit softmax": PlainTrainer(residual, train, corpus, "explicit"),
-        "plain PyTorch, fused attention": PlainTrainer(residual, train, corpus, "fused"),
+    return {
+        "plain PyTorch": plain_torch.PlainTrainer(residual, train, corpus, "explicit"),
         "torch": reference_torch.train.Trainer(residual, train, corpus, device="cpu"),
         "torch, mHC": reference_torch.train.Trainer(hyper, train, corpus, device="cpu"),
+        "plain JAX": plain_jax.PlainTrainer(residual, train, corpus),
         "jax": jax_impl.train.Trainer(residual, train, corpus),
         "jax, mHC": jax_impl.train.Trainer(hyper, train, corpus),
     }
+
+
+def measure(trainers: dict[str, Any], steps: int, console: Console) -> dict[str, float]:
+    """Return the median seconds of a step of each trainer; the trainers alternate."""
     seconds = {name: [] for name in trainers}
-    for step in range(WARM_UP + STEPS):
+    for step in track(range(WARM_UP + steps), "steps", console=console, transient=True):
         for name, trainer in trainers.items():
             start = time.perf_counter()
             trainer.train_step(step)
             if step >= WARM_UP:
                 seconds[name].append(time.perf_counter() - start)
-    medians = {name: float(np.median(times)) for name, times in seconds.items()}
-    ratios = {
-        f"{backend} speed / plain PyTorch speed, {attention} (mHC off)": medians[f"plain PyTorch, {attention}"]
-        / medians[backend]
-        for attention in ("explicit softmax", "fused attention")
-        for backend in ("torch", "jax")
-    } | {
-        "torch: step time with mHC / without": medians["torch, mHC"] / medians["torch"],
-        "jax: step time with mHC / without": medians["jax, mHC"] / medians["jax"],
-    }
-    profile = profile_step(trainers["torch, mHC"], hyper, train)
-    show(console, hyper, train, medians, ratios, profile)
-    RESULT.parent.mkdir(exist_ok=True)
-    content = {
-        "environment": environment(),
-        "model": asdict(hyper),
-        "batch": train.global_batch_size,
-        "steps": STEPS,
-        "median_step_seconds": medians,
-        "ratios": ratios,
-        "profile": profile,
-    }
-    RESULT.write_text(json.dumps(content, indent=1) + "\n")
-    console.print(f"written: {RESULT}")
+    return {name: float(np.median(times)) for name, times in seconds.items()}
+
+
+def ratios(medians: dict[str, float]) -> dict[str, float]:
+    """Return the ratios of the medians that the documentation states."""
+    plain = dict(zip(BACKENDS, ("plain PyTorch", "plain JAX"), strict=True))
+    with_mhc = {f"{name}: step time with mHC / without": medians[f"{name}, mHC"] / medians[name] for name in BACKENDS}
+    return with_mhc | {f"{name}: step time / {plain[name]}": medians[name] / medians[plain[name]] for name in BACKENDS}
 
 
 def profile_step(trainer, config: TransformerConfig, train: TrainConfig, steps: int = 5) -> list[dict]:
@@ -114,25 +129,25 @@ def profile_step(trainer, config: TransformerConfig, train: TrainConfig, steps: 
     return [row for index, row in enumerate(ordered) if index < 12 or row["copy"]]
 
 
-def show(console: Console, config, train, medians: dict, ratios: dict, profile: list[dict]) -> None:
-    """Print the medians, the ratios and the profile."""
+def show(console: Console, config: TransformerConfig, train: TrainConfig, result: dict[str, Any]) -> None:
+    """Print the medians, the ratios and the profile of a width."""
     machine = environment()
     cores = f"pinned to {machine['xla_cores']} core, torch threads {machine['torch_threads']}"
     console.print(f"{machine['machine']}; {cores}")
     console.print(
         f"{config.num_layers} layers, D={config.hidden_size}, S={config.num_residual_streams}, "
-        f"T={config.seq_length}, batch {train.global_batch_size}, float32; {STEPS} alternating steps"
+        f"T={config.seq_length}, batch {train.global_batch_size}, float32; steps alternate"
     )
     table = Table("training step", "median ms", box=None)
-    for name, median in medians.items():
+    for name, median in result["median_step_seconds"].items():
         table.add_row(name, f"{1e3 * median:.1f}")
     console.print(table)
     table = Table("ratio of medians", "", box=None)
-    for name, ratio in ratios.items():
+    for name, ratio in result["ratios"].items():
         table.add_row(name, f"{ratio:.2f}")
     console.print(table)
     table = Table("PyTorch step with mHC", "ms per step", "calls per step", box=None)
-    for row in profile:
+    for row in result["profile"]:
         table.add_row(row["operation"], f"{row['ms_per_step']:.2f}", f"{row['calls_per_step']:.0f}")
     console.print(table)
 

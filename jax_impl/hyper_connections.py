@@ -9,11 +9,14 @@ For residual streams x [B, T, S, D], with r = 1 / rms of the S*D elements of a t
     x_next     = h_res @ x + dropout(h_post * (y + b))   y, b: output and bias of the sublayer
 
 Mirrors ``reference_torch/hyper_connections.py``, which explains why h_res is doubly stochastic and why the token axis
-is innermost. PyTorch calls batched matrix products; JAX uses einsums, which XLA can fuse.
+is innermost. PyTorch calls batched matrix products; JAX uses einsums. XLA's CPU backend takes up to ten times as long
+for some products with a transposed operand, or materialises broadcasts. So transposes of small operands are kept out of
+products by ``jax.lax.optimization_barrier``.
 
 Reference: mHC, arXiv 2512.24880, eqs. 3-9. Layout is batch first, [B, T, S, D].
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -83,12 +86,16 @@ def _sinkhorn_backward(iterations: int, first_axis: int, epsilon: float, logits:
     """Recompute the iterates, and differentiate each normalisation."""
     softmax = jax.nn.softmax(logits, axis=first_axis)
     normalise_twice = partial(_normalise_twice, first_axis, epsilon)
-    matrix, iterates = jax.lax.scan(normalise_twice, _first_matrix(softmax, epsilon), length=iterations - 1)
+
+    def twice(matrix: Array, _: None) -> tuple[Array, Array]:
+        return normalise_twice(matrix, None)[0], matrix
+
+    matrix, iterates = jax.lax.scan(twice, _first_matrix(softmax, epsilon), length=iterations - 1)
     total = matrix.sum(1 - first_axis, keepdims=True) + epsilon
     grad = _normalise_backward(grad, matrix / total, total, 1 - first_axis)
 
-    def twice_backward(grad: Array, iterate: tuple) -> tuple[Array, None]:
-        (other, other_total), (first, first_total) = iterate
+    def twice_backward(grad: Array, iterate: Array) -> tuple[Array, None]:
+        _, ((other, other_total), (first, first_total)) = normalise_twice(iterate, None)
         grad = _normalise_backward(grad, first, first_total, first_axis)
         return _normalise_backward(grad, other, other_total, 1 - first_axis), None
 
@@ -167,7 +174,7 @@ def compute_mappings(
     batch, length, streams, _ = x.shape
     groups = (streams, streams, streams * streams)
     gain = jnp.concatenate([jnp.full(size, alpha[i]) for i, size in enumerate(groups)])
-    h = _project(x, phi, epsilon) * gain[:, None] + bias[:, None]
+    h = jax.lax.optimization_barrier(_project(x, phi, epsilon) * gain + bias).T
     h_pre, h_post, h_res = jnp.split(h, (streams, 2 * streams))
     h_pre = jax.nn.sigmoid(h_pre) + mhc_epsilon
     h_post = 2 * jax.nn.sigmoid(h_post)
@@ -182,11 +189,39 @@ def compute_mappings(
 
 
 def _project(x: Array, phi: Array, epsilon: float) -> Array:
-    """Return the projection of every token's streams [B, T, S, D], divided by their root mean square. [C, B*T]."""
-    x_flat = x.reshape(x.shape[0] * x.shape[1], -1)  # [N, S*D]
-    projected = at_least_float32(jnp.einsum("kc,nk->cn", phi.astype(x.dtype), x_flat))
-    mean_square = jnp.mean(jnp.square(at_least_float32(x_flat)), axis=-1)
-    return projected * jax.lax.rsqrt(mean_square + epsilon)
+    """Return the projection of every token's streams [B, T, S, D], divided by their root mean square. [B*T, C]."""
+    return _projection(x.reshape(x.shape[0] * x.shape[1], -1), phi, epsilon)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _projection(x: Array, phi: Array, epsilon: float) -> Array:
+    """Return x [N, K] @ phi [K, C], each row divided by the root mean square of its x."""
+    return at_least_float32(x @ phi.astype(x.dtype)) * _inverse_rms(x, epsilon)
+
+
+def _projection_forward(x: Array, phi: Array, epsilon: float) -> tuple[Array, tuple[Array, Array, Array]]:
+    """Run _projection, and save its arguments and its result."""
+    projected: Array = _projection(x, phi, epsilon)
+    return projected, (x, phi, projected)
+
+
+def _projection_backward(epsilon: float, saved: tuple[Array, Array, Array], grad: Array) -> tuple[Array, Array]:
+    """Return the gradients of _projection."""
+    x, phi, projected = saved
+    inverse = _inverse_rms(x, epsilon)
+    of_squares = (grad * projected).sum(-1, keepdims=True) * inverse * inverse / -x.shape[-1]
+    of_product = (grad * inverse).astype(x.dtype)
+    transposed = jax.lax.optimization_barrier(of_product.T)
+    grad_phi = jax.lax.optimization_barrier(transposed @ x).T
+    return x * of_squares.astype(x.dtype) + of_product @ phi.astype(x.dtype).T, grad_phi.astype(phi.dtype)
+
+
+_projection.defvjp(_projection_forward, _projection_backward)
+
+
+def _inverse_rms(x: Array, epsilon: float) -> Array:
+    """Return 1 / rms of each row of x [N, K], in at least float32, as [N, 1]."""
+    return jax.lax.rsqrt(jnp.mean(jnp.square(at_least_float32(x)), axis=-1, keepdims=True) + epsilon)
 
 
 def contract_streams(
@@ -222,8 +257,8 @@ def contract_streams(
     """
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
     operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon, is_head=True)
-    weights = jax.nn.sigmoid(_project(x, phi, epsilon) * alpha + bias[:, None]) + mhc_epsilon
-    return aggregate(x, weights.T.reshape(x.shape[:3]), impl)
+    weights = jax.nn.sigmoid(_project(x, phi, epsilon) * alpha + bias) + mhc_epsilon
+    return aggregate(x, weights.reshape(x.shape[:3]), impl)
 
 
 def aggregate(x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"], impl: str = "auto") -> Float[Array, "b t d"]:
@@ -269,7 +304,49 @@ def apply_h_res(
     operations.check_mix(operand("h_res", h_res), operand("residual", residual))
     if kernels := kernel_backend(impl, residual):
         return name_value(kernels.apply_h_res(h_res, residual), "mixed")
-    return name_value(jnp.einsum("btsj,btjd->btsd", h_res.astype(residual.dtype), residual), "mixed")
+    return name_value(_mix(h_res.astype(residual.dtype), residual), "mixed")
+
+
+@jax.custom_vjp
+def _mix(h_res: Array, x: Array) -> Array:
+    """Return h_res @ x of every token."""
+    return jnp.einsum("btsj,btjd->btsd", h_res, x)
+
+
+@jax.custom_vjp
+def _mix_transposed(h_res: Array, x: Array) -> Array:
+    """Return the transpose of h_res @ x of every token.
+
+    Its own gradients contain no transpose of a product: XLA's CPU backend (jaxlib 0.10.2) aborts on some.
+    """
+    transposed = jax.lax.optimization_barrier(h_res.swapaxes(2, 3))
+    return jnp.einsum("btjs,btsd->btjd", transposed, x)
+
+
+def _outer(x: Array, y: Array) -> Array:
+    """Return the products of all pairs of streams, summed over D."""
+    return jnp.einsum("btsd,btjd->btsj", x, y)
+
+
+def _save_operands(h_res: Array, x: Array, function: Callable[[Array, Array], Array]) -> tuple[Array, tuple]:
+    """Run a function, and save its arguments."""
+    return function(h_res, x), (h_res, x)
+
+
+def _mix_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    """Return the gradients of _mix."""
+    h_res, x = saved
+    return _outer(grad, x), _mix_transposed(h_res, grad)
+
+
+def _mix_transposed_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    """Return the gradients of _mix_transposed."""
+    h_res, x = saved
+    return _outer(x, grad), _mix(h_res, grad)
+
+
+_mix.defvjp(partial(_save_operands, function=_mix), _mix_backward)
+_mix_transposed.defvjp(partial(_save_operands, function=_mix_transposed), _mix_transposed_backward)
 
 
 def apply_h_post(
@@ -295,7 +372,7 @@ def apply_h_post(
     if kernels := kernel_backend(impl, x):
         return name_value(kernels.apply_h_post(x, bias, h_post), "expanded")
     y = add_bias(x, bias)
-    return name_value(h_post.astype(x.dtype)[..., None] * y[..., None, :], "expanded")
+    return name_value(jnp.einsum("bts,btd->btsd", h_post.astype(x.dtype), y), "expanded")
 
 
 def write_streams(

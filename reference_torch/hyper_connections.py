@@ -88,6 +88,7 @@ class _Sinkhorn(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         iterates = list(_iterates(logits, ctx.iterations, ctx.first_axis, ctx.epsilon))
         axis = 1 - ctx.first_axis
+        grad = grad.contiguous()  # results take its layout, in which sums over four elements are slow
         for matrix, total in reversed(iterates[1:]):
             grad = (grad - (grad * matrix).sum(axis, keepdim=True)) / total
             axis = 1 - axis
@@ -160,7 +161,7 @@ def compute_mappings(
     batch, length, streams, _ = x.shape
     groups = (streams, streams, streams * streams)
     gain = torch.cat([a.expand(size) for a, size in zip(alpha, groups, strict=True)])
-    h = _project(x, phi, epsilon) * gain[:, None] + bias[:, None]
+    h = (_project(x, phi, epsilon) * gain + bias).t().contiguous()
     h_pre, h_post, h_res = h.split(groups)
     h_pre = h_pre.sigmoid()
     h_pre = h_pre + mhc_epsilon if mhc_epsilon else h_pre
@@ -176,11 +177,39 @@ def compute_mappings(
 
 
 def _project(x: Tensor, phi: Tensor, epsilon: float) -> Tensor:
-    """Return the projection of every token's streams [B, T, S, D], divided by their root mean square. [C, B*T]."""
-    x_flat = x.flatten(0, 1).flatten(1)  # [N, S*D]
-    projected = at_least_float32(phi.t().to(x.dtype) @ x_flat.t())  # [C, N]
-    norm = torch.linalg.vector_norm(x_flat, dim=-1, dtype=projected.dtype)
-    return projected * (norm * norm / x_flat.shape[-1] + epsilon).rsqrt()
+    """Return the projection of every token's streams [B, T, S, D], divided by their root mean square. [B*T, C]."""
+    return _Projection.apply(x.flatten(0, 1).flatten(1), phi, epsilon)
+
+
+class _Projection(torch.autograd.Function):
+    """x [N, K] @ phi [K, C], each row divided by the root mean square of its x; saves its arguments and its result."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, phi, epsilon):
+        return at_least_float32(x @ phi.to(x.dtype)) * _inverse_rms(x, epsilon)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, phi, ctx.epsilon = inputs
+        ctx.save_for_backward(x, phi, output)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, phi, projected = ctx.saved_tensors
+        inverse = _inverse_rms(x, ctx.epsilon)
+        of_squares = (grad * projected).sum(-1, keepdim=True) * inverse * inverse / -x.shape[-1]
+        of_product = (grad * inverse).to(x.dtype)
+        grad_x = x * of_squares.to(x.dtype)
+        return grad_x.addmm_(of_product, phi.to(x.dtype).t()), (of_product.t() @ x).t().to(phi.dtype), None
+
+
+def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
+    """Return 1 / rms of each row of x [N, K], in at least float32, as [N, 1]."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+    return (norm * norm / x.shape[-1] + epsilon).rsqrt()
 
 
 @as_one_operation
@@ -217,9 +246,9 @@ def contract_streams(
     """
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
     operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon, is_head=True)
-    weights = (_project(x, phi, epsilon) * alpha + bias[:, None]).sigmoid()
+    weights = (_project(x, phi, epsilon) * alpha + bias).sigmoid()
     weights = weights + mhc_epsilon if mhc_epsilon else weights
-    return aggregate(x, weights.t().contiguous().view(x.shape[:3]), impl)
+    return aggregate(x, weights.view(x.shape[:3]), impl)
 
 
 @as_one_operation

@@ -26,7 +26,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests.daily import left_out  # noqa: E402
+from tests.daily import VARIABLE, choose_part, left_out, of_other_parts  # noqa: E402
 
 pytest_plugins = ["pytester"]
 
@@ -120,9 +120,27 @@ class _Daily:
                 item.add_marker(pytest.mark.slow)
 
 
+class _Parts:
+    """Leaves out what other parts of make test-all have, and says which part this is."""
+
+    def __init__(self, part: str):
+        self.part = part
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config, items):
+        are_others = of_other_parts([item.nodeid for item in items], self.part)
+        config.hook.pytest_deselected(items=[item for item, other in zip(items, are_others, strict=True) if other])
+        items[:] = [item for item, other in zip(items, are_others, strict=True) if not other]
+
+    def pytest_report_header(self):
+        if self.part:
+            return f"part {self.part} of the longest series; {VARIABLE}=all runs them whole (tests/daily.py)"
+
+
 def pytest_configure(config):
-    """Register the plugin of tests.daily."""
-    config.pluginmanager.register(_Daily())
+    """Register the plugins of tests.daily."""
+    config.pluginmanager.register(_Parts(choose_part(config.getoption("hypothesis_profile", None) == "all")))
+    config.pluginmanager.register(_Daily())  # called first: its marks do not depend on the part
 
 
 @pytest.hookimpl(trylast=True)  # of what -m leaves

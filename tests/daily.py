@@ -1,11 +1,15 @@
-"""Tests of which make test runs a part, so that it stays below 15 minutes on two cores; make test-all runs them whole.
+"""Tests of which make test and make test-all run a part, so that they take at most 15 and 60 minutes on two cores.
 
-A fuzzer, another test or other parameters see the same in make test. A number n: each n-th set of parameters runs, of
+make test: a fuzzer, another test or other parameters see the same. A number n: each n-th set of parameters runs, of
 those that are not marked slow, in the order of collection. Choose one that shares no factor with the lengths of the
 parameters. 0: none runs.
+
+make test-all runs these whole, except the longest series (PARTS), of which each day has another part.
 """
 
+import os
 from collections import Counter
+from datetime import date
 
 EVERY = {
     # Fuzzers of offload, pipelines and compositions draw these, among a hundred programs each.
@@ -124,6 +128,18 @@ EVERY = {
     "tests/kernels/test_delta_rule_seeds.py::test_offsets_are_64_bit": 2,
     "tests/docs/test_programs.py::test_programs_run_and_print_what_is_shown": 5,
     "tests/test_fp8.py::test_both_backends_have_the_gradients": 3,
+    "tests/test_fp8.py::test_microbatches_are_quantised_alike_in_steps_gradients_and_validation": 2,
+    "tests/test_fp8.py::test_arrays_of_any_rank_and_size": 3,
+    "tests/pipeline/test_split_model.py::test_recompute_stays_when_the_model_is_split": 3,
+    "tests/pipeline/test_split_model.py::test_a_buffer_that_the_code_around_the_cuts_changes_belongs_to_one_stage": 3,
+    "tests/pipeline/test_split_model.py::test_what_stages_cannot_see_is_refused": 2,
+    "tests/pipeline/test_split_found.py::test_what_stages_cannot_know_is_refused_by_name": 3,
+    "tests/pipeline/test_split_enclosing_code.py::test_what_stages_cannot_repeat_is_refused_by_name": 3,
+    "tests/recompute/test_users_code_jax.py::test_gradients_of_values_that_are_equal_for_all_samples": 5,
+    "tests/recompute/test_users_code_jax.py::test_a_checkpoint_inside_of_another_operation_still_drops_its_values": 5,
+    "tests/kernels/test_kernels.py::test_every_number_of_streams": 3,
+    "tests/planner/test_budget.py::test_no_layout_of_a_pipeline_within_the_budget_recomputes_less": 2,
+    "tests/planner/test_budget.py::test_layers_save_in_8_bits_where_that_is_faster": 2,
     "tests/planner/test_memory.py::test_fp8_within_two_percent": 8,
     "tests/test_composition.py::test_fp8_blocks_of_ranks_are_those_of_one_device": 0,
     "tests/planner/test_budget.py::test_no_layout_within_the_budget_recomputes_less": 5,
@@ -141,6 +157,57 @@ EVERY = {
     "tests/test_architecture.py::test_missing_package_of_the_kernels_is_named": 3,
 }
 """Number by test."""
+
+PARTS = {
+    "tests/composition_jax_cases.py::test_what_must_be_accepted": 3,
+    "tests/context/jax_cases.py::test_c11_c12_a_hybrid_model_over_ranks": 3,
+    "tests/context/test_training.py::test_c11_c12_jax_trains_as_pytorch_in_one_process": 3,
+    "tests/context/test_training.py::test_c11_c12_torch_trains_as_one_process": 3,
+    "tests/context/wavefront_jax_cases.py::test_a_hybrid_model_over_ranks": 2,
+    "tests/distributed_optimizer/test_plan.py::test_s2_moments_and_messages_are_the_predicted_ones": 2,
+    "tests/distributed_optimizer/test_training.py::test_s2_jax_trains_as_with_a_whole_optimizer": 3,
+    "tests/distributed_optimizer/test_training.py::test_s2_torch_trains_as_with_a_whole_optimizer": 3,
+    "tests/docs/test_commands.py::test_benchmarks_run_when_made_small": 2,
+    "tests/docs/test_commands.py::test_training_runs_when_made_small": 2,
+    "tests/docs/test_notebooks.py::test_notebook_runs": 2,
+    "tests/everywhere/support_cases_jax.py::test_a_cell": 2,
+    "tests/offload/jax_cases.py::test_gradients_are_those_without_offload_in_more_ways": 2,
+    "tests/offload/jax_cases.py::test_training_is_that_without_offload": 2,
+    "tests/offload/test_jax.py::test_activations_move_as_the_plan_says": 3,
+    "tests/offload/test_jax.py::test_gradients_are_those_without_offload_of_activations": 2,
+    "tests/offload/test_jax_training.py::test_gradients_are_those_without_offload": 2,
+    "tests/offload/test_jax_training.py::test_training_is_that_without_offload": 2,
+    "tests/parity/test_functions.py::test_a_hundred_ulps_in_any_operation_are_detected": 2,
+    "tests/parity/test_functions.py::test_correct_programs_raise_no_alarm": 2,
+    "tests/pipeline/jax_cases/gradients.py::test_any_schedule_over_any_split_computes_what_one_device_does": 4,
+    "tests/pipeline/jax_cases/gradients.py::test_equals_the_undivided_model_in_more_ways": 2,
+    "tests/planner/test_memory.py::test_every_kind_of_layer_type_and_mode_within_two_percent": 4,
+    "tests/saving/test_runs.py::test_killed_fifteen_times_resumes_and_ends_the_same": 2,
+}
+"""In how many parts make test-all runs a series of many long cases that see nearly the same."""
+
+VARIABLE = "DIPTYCH_TEST_PART"
+"""The environment variable that chooses the part: a number, or all. make test-all takes the number of the day."""
+
+
+def choose_part(is_all: bool) -> str:
+    """Choose the part for this process and those it starts, and return it; an empty one runs the series whole."""
+    if is_all:
+        os.environ.setdefault(VARIABLE, str(date.today().toordinal()))
+    return os.environ.get(VARIABLE, "")
+
+
+def of_other_parts(names: list[str], part: str) -> list[bool]:
+    """Return for each test of a collection, by its name with parameters, whether another part has it."""
+    if part in ("", "all"):
+        return [False] * len(names)
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        test = name.split("[")[0]
+        found.append((seen[test] + int(part)) % PARTS.get(test, 1) != 0)
+        seen[test] += 1
+    return found
 
 
 def left_out(names: list[str]) -> list[bool]:

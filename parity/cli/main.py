@@ -50,6 +50,7 @@ from diptych.plans.schedule.csv import schedule_to_csv
 from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.training import NonFiniteLossError, check_microbatch, check_trainable
+from parity.cli.allocator import keep_freed_memory
 from parity.cli.commands import (
     Compare,
     Curves,
@@ -149,6 +150,7 @@ def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, ranks: 
     else:
         import jax
 
+        keep_freed_memory()
         if params_dtype == "float64":
             jax.config.update("jax_enable_x64", True)
         if ranks > 1 and impl == "triton":

@@ -54,7 +54,7 @@ class PythonRandomness:
 
     def __exit__(self, *exception: object) -> None:
         if self._is_exact:
-            sys.setprofile(self._profile)
+            _profile_again(self._profile)
         for module, name, function in self._wrapped:
             setattr(module, name, function)
         for put_back, state in self._before:
@@ -103,6 +103,15 @@ class PythonRandomness:
 
 _PYTHON = random.random.__self__  # pyright: ignore[reportFunctionMemberAccess]
 _NUMPY = np.random.random.__self__  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _profile_again(profile: Any) -> None:
+    """Restore what ``sys.getprofile`` returned: a function, None, or a profiler in C such as cProfile's."""
+    if profile is None or callable(profile):
+        sys.setprofile(profile)
+    else:
+        sys.setprofile(None)
+        profile.enable()
 
 
 def _sources(modules: Iterable[nn.Module]) -> Iterator[Any]:

@@ -164,7 +164,7 @@ def test_the_list_of_benchmarks_ends_when_its_reader_has_gone():
 
 
 SHRUNK = {
-    "mhc": "STEPS, b.WARM_UP = 1, 0",
+    "mhc": "STEPS, b.WARM_UP, b.WIDTHS = 1, 0, (32,)",
     "recompute": "CONFIG, b.BATCH, b.ROUNDS = replace(b.CONFIG, hidden_size=32, seq_length=16), 1, 1\n"
     "b.MODES = {name: {**flags} for name, flags in b.MODES.items()}",
     "delta_rule": "LENGTH, b.LENGTHS, b.TURNS = 128, (64, 128), 1",
@@ -204,10 +204,16 @@ def test_the_cost_of_mhc_is_the_benchmark_s():
     """The table of hyper_connections.md, and the ratios below it, are those of the committed results."""
     found = json.loads((ROOT / "benchmarks/results/mhc-cpu.json").read_text())
     page = PAGES["hyper_connections.md"]
-    rows = dict(re.findall(r"^\| ([\w ,]+?) \| ([\d.]+) \|$", page, re.MULTILINE))
-    assert rows == {name: f"{1e3 * seconds:.1f}" for name, seconds in found["median_step_seconds"].items()}
-    for backend, words in (("torch", "{:.1f} times as long in PyTorch"), ("jax", "{:.1f} times in JAX")):
-        assert words.format(found["ratios"][f"{backend}: step time with mHC / without"]) in " ".join(page.split())
+    small, large = found["widths"]
+    rows = re.findall(r"^\| ([\w ,]+?) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    seconds = [result["median_step_seconds"] for result in (small, large)]
+    assert rows == [(name, f"{1e3 * seconds[0][name]:.1f}", f"{1e3 * seconds[1][name]:.1f}") for name in seconds[0]]
+    for backend, words in (
+        ("torch", "{:.2f} (D=128) and {:.2f} (D=512) times as long in PyTorch"),
+        ("jax", "{:.2f} and {:.2f} times in JAX"),
+    ):
+        ratios = [result["ratios"][f"{backend}: step time with mHC / without"] for result in (small, large)]
+        assert words.format(*ratios) in " ".join(page.split())
     assert found["environment"]["date"].startswith(re.findall(r"results.*?\), (\d{4}-\d\d-\d\d)", page)[0])
 
 

@@ -27,7 +27,8 @@ def forget_compiled(technique: str) -> None:
 @pytest.mark.parametrize(
     "technique", [pytest.param(name, marks=pytest.mark.slow) if name in COMPILED else name for name in TECHNIQUES]
 )
-def test_a_hundred_programs(technique):
+def test_a_hundred_programs(technique, unchecked_shapes):
+    """Without the checks of annotations, as users run them: in traces of models these take nine tenths of the time."""
     run_programs(technique, range(5))  # warms up what is created on first use
     forget_compiled(technique)
     before = Growth()

@@ -1,6 +1,8 @@
 """Split models whose faults were found by use: what Python passes around a cut, beside tensors."""
 
 import copy
+import cProfile
+import pstats
 import random
 import threading
 from collections.abc import Sequence
@@ -315,6 +317,17 @@ def test_draws_of_type_checkers_and_other_threads_are_not_refused(thread):
 
 
 @beartype
+def test_a_running_profiler_goes_on():
+    """cProfile's does not come back by sys.setprofile, which takes functions."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    split_model(Typed(), ["b", "c"], (inputs()[0],))
+    copy.copy([])
+    profiler.disable()
+    names = {name for _, _, name in pstats.Stats(profiler).stats}  # pyright: ignore[reportAttributeAccessIssue]
+    assert "copy" in names
+
+
 def first_of(values: list[Any]) -> Any:
     return values[0]
 

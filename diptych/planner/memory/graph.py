@@ -59,15 +59,10 @@ class GraphBuilder(OperationBuilder):
         contracted.name = "aggregated"
         streams = self.streams
         phi = self.weights["decoder.hyper_connection_head.phi"]
-        statistics, projected, scaled, h, sigmoids, weights = (
-            self.coefficient("mhc internals", w) for w in (2, streams, streams, streams, streams, streams)
-        )
-        rounded = [] if self.item == self.wide else [Value("weights in bfloat16", phi // 2)]
+        projected, h, sigmoids, weights = (self.coefficient("mhc internals", streams) for _ in range(4))
         nodes = [
-            Node([x], [projected, *rounded], [x, *rounded], (), phi, flops=self._product(phi)),
-            Node([x], [statistics], [x, statistics]),
-            Node([projected, statistics], [scaled], [projected, statistics], backward_scratch=scaled.size),
-            Node([scaled], [h], [scaled], backward_scratch=scaled.size),
+            self._projection(x, projected, phi, ()),
+            Node([projected], [h], [projected], backward_scratch=projected.size),
             Node([h], [weights, sigmoids], [sigmoids]),
         ]
         given = self._cast(nodes, weights, self.item, ())
@@ -137,8 +132,7 @@ class GraphBuilder(OperationBuilder):
         region = ("mixed",)
         count = streams * (streams + 2)
         square = streams * streams
-        statistics, projected, scaled = (self.coefficient("mhc internals", w) for w in (2, count, count))
-        h = self.coefficient("mhc internals", count)
+        projected, rows, h = (self.coefficient("mhc internals", count) for _ in range(3))
         sigmoids = self.coefficient("mhc internals", 2 * streams)
         h_pre, h_post, h_res = (
             self.coefficient(n, w) for n, w in (("h_pre", streams), ("h_post", streams), ("h_res", square))
@@ -147,12 +141,10 @@ class GraphBuilder(OperationBuilder):
         mixed = Value("mixed", x.size)
         phi = self.weights[f"{name}.phi"]
         iterates = 2 * self.config.sinkhorn_iterations * (square + streams) * self.tokens * self.wide
-        rounded = [] if self.item == self.wide else [Value("weights in bfloat16", phi // 2)]
         nodes += [
-            Node([x], [projected, *rounded], [x, *rounded], region, phi, flops=self._product(phi)),
-            Node([x], [statistics], [x, statistics], region),
-            Node([projected, statistics], [scaled], [projected, statistics], region, backward_scratch=scaled.size),
-            Node([scaled], [h], [scaled], region, backward_scratch=scaled.size),
+            self._projection(x, projected, phi, region),
+            Node([projected], [rows], [projected], region, backward_scratch=projected.size),
+            Node([rows], [h], [], region),
             Node([h], [h_pre, h_post, sigmoids], [sigmoids], region),
             Node([h], [h_res], [h], region, forward_scratch=2 * h_res.size, backward_scratch=iterates),
         ]
@@ -163,6 +155,13 @@ class GraphBuilder(OperationBuilder):
             Node([x, res], [mixed], [x, res], region, flops=streams * read),
         ]
         return aggregated, mixed, h_post
+
+    def _projection(self, x: Value, projected: Value, phi: int, region: tuple[str, ...]) -> Node:
+        """Return the projection of the streams, divided by their root mean square; phi: bytes of its weight."""
+        rounded = 0 if self.item == self.wide else phi // 2
+        scratch = projected.size + rounded
+        saves = [x, projected]
+        return Node([x], [projected], saves, region, phi, scratch, scratch, flops=self._product(phi))
 
     def _write(self, nodes: list[Node], output: Value, mixed: Value, h_post: Value | None) -> Value:
         """Append the addition of a sublayer's output to the residual, and return the new residual."""
