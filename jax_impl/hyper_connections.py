@@ -29,6 +29,7 @@ from jaxtyping import Float, Integer
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model import operations
 from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_head_spec, hyper_connection_spec
+from diptych_kernels.mesh_axes import match_varying_axes
 from jax_impl.operands import at_least_float32, given_operand, operand
 from jax_impl.ops import DropoutState, add_bias, check_state, dropout, kernel_backend, parameter
 from jax_impl.recompute import name_value
@@ -190,7 +191,7 @@ def compute_mappings(
 
 def _project(x: Array, phi: Array, epsilon: float) -> Array:
     """Return the projection of every token's streams [B, T, S, D], divided by their root mean square. [B*T, C]."""
-    return _projection(x.reshape(x.shape[0] * x.shape[1], -1), phi, epsilon)
+    return _projection(*match_varying_axes((x.reshape(x.shape[0] * x.shape[1], -1), phi)), epsilon)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -304,7 +305,7 @@ def apply_h_res(
     operations.check_mix(operand("h_res", h_res), operand("residual", residual))
     if kernels := kernel_backend(impl, residual):
         return name_value(kernels.apply_h_res(h_res, residual), "mixed")
-    return name_value(_mix(h_res.astype(residual.dtype), residual), "mixed")
+    return name_value(_mix(*match_varying_axes((h_res.astype(residual.dtype), residual))), "mixed")
 
 
 @jax.custom_vjp

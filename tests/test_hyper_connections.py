@@ -327,3 +327,37 @@ def test_coefficients_stay_float32_for_float32_streams():
         coefficients = call(backend, backend_module(backend, "hyper_connections").compute_mappings, *inputs[:4])
         assert {c.dtype for c in coefficients} == {np.dtype(np.float32)}
     assert relative_difference(coefficients[2].sum(-1), np.ones((1, 2, 4))) < 1e-6
+
+
+def jax_sublayer(x, phi, alpha, bias, h_res):
+    """The sum of what a hyper-connection around tanh returns, mixed once more by given matrices."""
+    import jax.numpy as jnp
+
+    functions = backend_module("jax", "hyper_connections")
+    h_pre, h_post, own = functions.compute_mappings(x, phi, alpha, bias)
+    mixed = functions.apply_h_res(h_res, functions.apply_h_res(own, x))
+    return jnp.sin(functions.write_streams(mixed, None, jnp.tanh(functions.aggregate(x, h_pre)), None, h_post)).sum()
+
+
+def test_jax_sums_the_gradients_of_what_is_the_same_on_all_ranks_and_for_all_samples():
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    x, *shared = map(jnp.asarray, (*mhc_inputs((2, 3, 4, 8), 0, np.float64)[:4], normal(5, 2, 3, 4, 4)))
+    wanted = jax.grad(jax_sublayer, (0, 1, 2, 3, 4))(x, *shared)
+
+    def of_ranks(x, *shared):
+        mesh = Mesh(np.array(jax.devices()[:1]), ("ranks",))
+        by = (P("ranks"), P(), P(), P(), P("ranks"))
+        return jax.shard_map(
+            lambda *own: jax.lax.psum(jax_sublayer(*own), "ranks"), mesh=mesh, in_specs=by, out_specs=P()
+        )(x, *shared)
+
+    assert_close(jax.jit(jax.grad(of_ranks, (0, 1, 2, 3, 4)))(x, *shared), wanted, 1e-12)
+
+    def of_samples(x, *shared):
+        return jax.vmap(jax_sublayer, (0, None, None, None, None))(jnp.stack([x, x]), *shared).sum()
+
+    assert_close(jax.grad(of_samples, (1, 2, 3, 4))(x, *shared), [2 * g for g in wanted[1:]], 1e-12)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from diptych.planner.budget.solver import Parts, Solution, least_saved, solve
-from diptych.planner.memory.rank_peaks import StageActions
+from diptych.planner.memory.rank_peaks import StageActions, backward_memory
 from diptych.plans.schedule.actions import Action
 
 TOLERANCE = 0.002
@@ -63,11 +63,8 @@ def rank_moments(
     order = {stage: place for place, stage in enumerate(stages)}
     in_flight = [0] * len(stages)
     beside = 0
-    begun: set[tuple[str, int]] = set()
     found: dict[int, list[Moment]] = {stage: [] for stage in stages}
-    for (kind, stage, _), more in zip(actions, messages, strict=True):
-        is_later = ("W" if kind == "W" else "I", stage) in begun
-        each = stages[stage].later if is_later else stages[stage].first
+    for ((kind, stage, _), each, is_later), more in zip(backward_memory(actions, stages), messages, strict=True):
         if kind in "BI":
             in_flight[order[stage]] -= 1
         own = each["W"].peak - each["I"].after if kind == "W" else 0
@@ -77,7 +74,6 @@ def rank_moments(
             in_flight[order[stage]] += 1
         else:
             beside += each[kind].after - (each["I"].after if kind == "W" else 0)
-            begun |= {("I", stage), ("W", stage)} if kind == "B" else {(kind, stage)}
     return {stage: _tightest(moments) for stage, moments in found.items()}
 
 

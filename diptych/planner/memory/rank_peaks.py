@@ -5,7 +5,7 @@ exist by then. Beside these are messages in transit, of which diptych.planner.me
 can be. Fewer are there when a rank's neighbours are fast.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from diptych.planner.memory.in_transit import most_in_transit
@@ -88,22 +88,39 @@ def rank_peaks(config: TransformerConfig, schedule: Schedule, batch: int) -> lis
     return [_peak(*each, stages, message) for each in zip(schedule.actions, transit, strict=True)]
 
 
+def backward_memory(
+    actions: Iterable[Action], stages: Sequence[StageActions] | Mapping[int, StageActions]
+) -> Iterator[tuple[Action, dict[str, ActionMemory], bool]]:
+    """Yield each action of a rank with the bytes of its microbatch's B, I and W.
+
+    These are those of the first microbatch, or of a later one, whose gradients are added to those of the first; the
+    third item is True for a later one. For F, they are those of the backward that would come now.
+
+    Args:
+        actions: actions of the rank, in order.
+        stages: bytes of the actions of a stage, by its global number.
+    """
+    begun: set[tuple[str, int]] = set()
+    for action in actions:
+        kind, stage, _ = action
+        is_later = ("W" if kind == "W" else "I", stage) in begun
+        yield action, stages[stage].later if is_later else stages[stage].first, is_later
+        if kind != "F":
+            begun |= {("I", stage), ("W", stage)} if kind == "B" else {(kind, stage)}
+
+
 def _peak(actions: Sequence[Action], transit: Sequence[int], stages: Sequence[StageActions], message: int) -> int:
     """Return the peak of a rank from its actions, and the messages in transit during each."""
     allocated = 0
     peak = 0
-    begun: set[tuple[str, int]] = set()
-    for (kind, stage, _), messages in zip(actions, transit, strict=True):
-        memory = stages[stage]
+    for ((kind, stage, _), each, _), messages in zip(backward_memory(actions, stages), transit, strict=True):
+        forward = stages[stage].forward
         if kind == "F":
-            now = memory.forward
+            now = forward
             before = 0
         else:
-            saved = memory.forward.after
-            each = memory.later if ("W" if kind == "W" else "I", stage) in begun else memory.first
-            before = saved if kind != "W" else each["I"].after
             now = each[kind]
-            begun |= {("I", stage), ("W", stage)} if kind == "B" else {(kind, stage)}
+            before = each["I"].after if kind == "W" else forward.after
         peak = max(peak, allocated - before + now.peak + message * messages)
         allocated += now.after - before
     return peak
