@@ -142,7 +142,7 @@ class SwappedHalves(jax_impl.mlp.MLP):
     def __call__(self, hidden_states, tp_size=1):
         inner, _ = self.linear_fc1(hidden_states)
         left, right = jnp.split(inner, 2, axis=-1)
-        return self.linear_fc2(left * jax.nn.silu(right) if self.activation == "swiglu" else inner)[0]
+        return self.linear_fc2(left * jax.nn.silu(right) if self.activate is jax_impl.ops.swiglu else inner)[0]
 
 
 class Interleaved(jax_impl.self_attention.SelfAttention):
@@ -172,7 +172,7 @@ class DoubledBeta(jax_impl.linear_attention.KimiDeltaAttention):
 
 
 class SigmoidGate(reference_torch.linear_attention.GatedDeltaNet):
-    def _output_gate(self, hidden_states):
+    def _output_gate(self, hidden_states, packed):
         return torch.sigmoid(F.linear(hidden_states, self.linear_gate.weight))
 
 
@@ -184,13 +184,13 @@ class LateConvolution(jax_impl.linear_attention.ShortConvolution):
 
 
 class StoppedDecay(jax_impl.linear_attention.KimiDeltaAttention):
-    def _decays(self, hidden_states):
-        return jax.lax.stop_gradient(super()._decays(hidden_states))
+    def _decays(self, hidden_states, packed):
+        return jax.lax.stop_gradient(super()._decays(hidden_states, packed))
 
 
 class NarrowDecay(jax_impl.linear_attention.GatedDeltaNet):
-    def _decays(self, hidden_states):
-        decays = super()._decays(hidden_states)
+    def _decays(self, hidden_states, packed):
+        decays = super()._decays(hidden_states, packed)
         return decays.astype(jnp.bfloat16).astype(decays.dtype)
 
 

@@ -1,9 +1,12 @@
 """The mutation benchmark: a few bugs and seeds, and all of them where make test-all runs them."""
 
+import inspect
+
 import numpy as np
 import pytest
 
 from benchmarks.locate import TOLERANCES, compare_with_seeds, is_right, outputs_in_float32, search, summary
+from benchmarks.mutations import project
 from benchmarks.mutations.cases import put_in
 from benchmarks.mutations.registry import CASES
 
@@ -23,6 +26,25 @@ def test_there_are_enough_bugs():
     assert set(names) >= FEW
     assert {bug.side for _, bugs in CASES.values() for bug in bugs} == {"torch", "jax"}
     assert sum(bug.gradients_only for _, bugs in CASES.values() for bug in bugs) >= 8
+
+
+def test_bugs_override_methods_that_exist():
+    """With their required parameters: a bug that raises is none, and most are searched for by make test-all alone."""
+    seen = 0
+    for bug in (cls for cls in vars(project).values() if inspect.isclass(cls) and cls.__module__ == project.__name__):
+        for name, method in vars(bug).items():
+            of_project = (
+                base for base in bug.__mro__[1:] if base.__module__.startswith(("jax_impl", "reference_torch"))
+            )
+            overridden = next((vars(base)[name] for base in of_project if name in vars(base)), None)
+            if inspect.isfunction(method) and overridden is not None and not name.startswith("__init"):
+                own, theirs = (inspect.signature(f).parameters.values() for f in (method, overridden))
+                taken = {parameter.name for parameter in own}
+                takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own)
+                left = [p.name for p in theirs if p.default is p.empty and p.name not in taken]
+                assert takes_all or not left, (bug, name, left)
+                seen += 1
+    assert seen >= 10
 
 
 @pytest.mark.parametrize(("name", "bug"), ALL)
