@@ -144,8 +144,10 @@ def test_layers_that_are_recomputed_together_save_alike():
     plain = model_gradients("torch", without_recompute(config), **arguments)[1]
     for backend in BACKENDS:
         gradients = model_gradients(backend, config, **arguments)[1]
-        limit = 0 if backend == "torch" else 1e-4
-        assert max(float(relative_difference(gradients[name], plain[name])) for name in plain) <= limit
+        for name in plain:  # gradients of alpha and bias are remainders of terms that cancel
+            is_small = name.endswith(("hyper_connection.alpha", "hyper_connection.bias"))
+            limit = 0 if backend == "torch" else 4e-4 if is_small else 1e-5
+            assert float(relative_difference(gradients[name], plain[name])) <= limit, name
 
 
 def test_numbers_of_layers_are_read_and_written():

@@ -26,7 +26,7 @@ def test_kept_memory_is_not_faulted_in_again():
     for way in ("keep", "default"):
         done = subprocess.run([sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, check=True)
         faults[way] = int(done.stdout)
-    assert faults["keep"] < 1000 < faults["default"], faults
+    assert faults["keep"] + 300 < faults["default"], faults  # 640 huge pages, or 330,000 small ones
 
 
 def test_another_system_is_left_as_it_is(monkeypatch):
