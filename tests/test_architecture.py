@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import parity
-from tests.daily import EVERY, PARTS
+from tests.daily import EVERY, PARTS, of_other_parts
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
@@ -521,3 +521,16 @@ def test_missing_package_of_the_kernels_is_named(backend, missing):
     assert done.returncode == 2, done.stderr
     assert f"but {missing!r} is missing; pip install 'diptych[all]'" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_parts_of_a_series_have_each_test_once():
+    names = [f"{test}[{number}]" for test in [*PARTS, "tests/x.py::test_short"] for number in range(7)]
+    for test in dict.fromkeys(name.split("[")[0] for name in names):
+        own = [name for name in names if name.startswith(f"{test}[")]
+        count = PARTS.get(test, 1)
+        runs = [
+            [n for n, other in zip(own, of_other_parts(own, str(part)), strict=True) if not other]
+            for part in range(count)
+        ]
+        assert sorted(name for run in runs for name in run) == own
+    assert not any(of_other_parts(names, "all"))

@@ -3,8 +3,10 @@
 import ctypes
 import sys
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt."""
+TRIM_THRESHOLD = -1
+"""Number of glibc's parameter for the free memory at the end of the heap that is returned to the system."""
+MMAP_THRESHOLD = -3
+"""Number of glibc's parameter for the size of blocks that are returned to the system as soon as they are freed."""
 MOST = 2**31 - 1
 """Largest value of a parameter."""
 
@@ -12,9 +14,9 @@ MOST = 2**31 - 1
 def keep_freed_memory() -> bool:
     """Let this process keep memory that it frees, and return whether its C library can.
 
-    glibc returns large freed blocks to the system, and each step touches every page of new ones first. Without that, a
-    step of a small model in JAX takes about half the time on a CPU. The process then never needs less memory than at
-    its peak.
+    By default glibc returns large freed blocks to the system, and the next step must touch every page of new blocks.
+    With kept memory, a step of a small model in JAX takes about half the time on a CPU, and the process occupies the
+    memory of its peak until it ends.
 
     Reference: mallopt(3).
     """
