@@ -88,6 +88,7 @@ def offload_layers(stages: Sequence[PipelineStage], config: TransformerConfig) -
         parameters=config.enable_tensor_offload,
         activations=config.enable_activation_offload,
         activation_min_bytes=config.activation_offload_min_bytes,
+        activation_layers=[number for number in range(config.num_layers) if config.layer(number).offload],
     )
     for stage in stages:
         for number, layer in stage.decoder.layers.items():

@@ -546,6 +546,10 @@ BROKEN = {
         {"enable_activation_offload": None},
         r"enable_activation_offload: expected True or False, got None",
     ),
+    (TransformerConfig, "activation_offload_layers"): (
+        {"activation_offload_layers": "0"},
+        r"activation_offload_layers: expected None without enable_activation_offload, got '0'",
+    ),
     (TransformerConfig, "activation_offload_min_bytes"): (
         {"activation_offload_min_bytes": -1},
         r"activation_offload_min_bytes: expected an integer >= 0, got -1",

@@ -27,6 +27,7 @@ from diptych.plans.offload import (
     Step,
     Use,
     layer_storages,
+    layers_that_stay,
     pass_uses,
     plan_activations,
     plan_offload,
@@ -131,8 +132,8 @@ def plan_saved(
     """
     if not config.enable_activation_offload:
         return {}
-    dropped = [number for block in blocks if block.kind == "full" for number in block.layers]
-    steps = plan_activations(uses, config.tensor_offload_num_prefetch_layers, (), dropped)
+    stay = layers_that_stay(config, blocks)
+    steps = plan_activations(uses, config.tensor_offload_num_prefetch_layers, (), stay)
     return {step.use: step for step in steps}
 
 

@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class TensorOffloadManager:
         activations: offload the tensors that layers save for backward, except for the ``num_prefetch_layers + 1``
             layers whose backwards come next.
         activation_min_bytes: activations of fewer bytes stay on the device.
+        activation_layers: numbers of the layers whose activations move; None: all.
         optimizer_state: offload the optimizer state of layers, from the first step() on.
         gradients: offload the gradients of layers, which must not be in DistributedDataParallel.
 
@@ -70,6 +71,7 @@ class TensorOffloadManager:
         parameters: bool = True,
         activations: bool = False,
         activation_min_bytes: int = 2**20,
+        activation_layers: Collection[int] | None = None,
         optimizer_state: bool = False,
         gradients: bool = False,
     ) -> None:
@@ -77,6 +79,7 @@ class TensorOffloadManager:
         self.enabled = enabled
         self.pin_memory = pin_memory
         self.num_prefetch_layers = num_prefetch_layers
+        self._activation_layers = activation_layers
         self._residency = Residency(
             pin_memory, parameters, activations, activation_min_bytes, optimizer_state, gradients
         )
@@ -242,7 +245,8 @@ class TensorOffloadManager:
         if self._residency.activations is None or not torch.is_grad_enabled() or internals.runs_in_backward():
             return None
         order = self._scheduler.order
-        return ActivationGroup(order.current, order.current in order.forwards_needed_next())
+        stays = self._activation_layers is not None and order.current.layer not in self._activation_layers
+        return ActivationGroup(order.current, stays or order.current in order.forwards_needed_next())
 
     def end_group(self, group: ActivationGroup) -> None:
         """Start to move the activations of a forward that has ended."""

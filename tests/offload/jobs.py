@@ -22,10 +22,10 @@ def events(plan: OffloadPlan) -> list[str]:
 
 
 def activation_events(
-    uses: Sequence[Use], n: int, then: Sequence[Use] | None = None, dropped: Sequence[int] = ()
+    uses: Sequence[Use], n: int, then: Sequence[Use] | None = None, stay: Sequence[int] = ()
 ) -> list[str]:
     """A plan of activations as a manager traces it."""
-    steps = plan_activations(uses, n, then, dropped)
+    steps = plan_activations(uses, n, then, stay)
     return [event for event in " ".join(map(str, steps)).split() if "a" in event]
 
 

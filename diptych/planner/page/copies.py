@@ -19,6 +19,7 @@ from diptych.plans.offload import (
     Use,
     action_uses,
     layer_storages,
+    layers_that_stay,
     plan_activations,
     plan_offload,
     rank_layers,
@@ -176,9 +177,8 @@ def _spans(begin: float, duration: float, weights: list[float]) -> list[Span]:
 def _activation_marks(config: TransformerConfig, uses: list[Use], spans: list[Span]) -> dict[str, Any]:
     """Return the times at which saved activations leave the device and are requested again; their bytes are unknown."""
     places = [get_stage_place(config, stage) for stage in range(num_stages(config))]
-    blocks = [block for place in places for block in recompute_blocks(config, *place) if block.kind == "full"]
-    dropped = {layer for block in blocks for layer in block.layers}
-    steps = plan_activations(uses, config.tensor_offload_num_prefetch_layers, (), dropped)
+    stay = layers_that_stay(config, [block for place in places for block in recompute_blocks(config, *place)])
+    steps = plan_activations(uses, config.tensor_offload_num_prefetch_layers, (), stay)
     marks: dict[str, Any] = {"layer": [], "microbatch": [], "toDevice": [], "time": []}
     for step, span in zip(steps, spans, strict=False):
         moves = [(use, 1, span.begin) for use in step.fetches] + [(step.use, 0, span.end)] * step.leaves

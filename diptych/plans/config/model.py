@@ -5,6 +5,7 @@ from typing import Literal
 
 from diptych.plans.config.context import CONTEXT_RULES
 from diptych.plans.config.experts import EXPERT_RULES
+from diptych.plans.config.offload import OFFLOAD_LAYER_RULES, OFFLOAD_RULES
 from diptych.plans.config.pipeline import PIPELINE_RULES
 from diptych.plans.config.precision import DEFAULT_HISTORY, FP8_RULES, STORAGE_RULES
 from diptych.plans.config.recompute import RECOMPUTE_RULES, RecomputeModule
@@ -16,7 +17,7 @@ from diptych.plans.model.layers import (
     SOFTMAX_MIXERS,
     LayerConfig,
     LayerDefaults,
-    layer_numbers,
+    is_named,
     parse_layer,
 )
 from diptych.plans.schedule.actions import Schedule
@@ -237,6 +238,8 @@ class TransformerConfig:
     """Layers fetched ahead of the current one; 0: fetch each layer on use."""
     enable_activation_offload: bool = False
     """Move the tensors that layers save for backward to host memory between forward and backward."""
+    activation_offload_layers: str | None = None
+    """Layers for which enable_activation_offload is used, as in 0-3,7; None: all."""
     activation_offload_min_bytes: int = 2**20
     """Minimum size in bytes of an offloaded activation; smaller ones stay on the device."""
     seed: int = 0
@@ -405,9 +408,11 @@ class TransformerConfig:
             )
         pattern = self.layer_pattern.split(",")
         layer = parse_layer(pattern[layer_number % len(pattern)], self.layer_defaults)
-        stored = self.activation_storage_layers
-        is_stored = stored is None or layer_number in layer_numbers(stored)
-        return replace(layer, storage=self.activation_storage) if self.activation_storage and is_stored else layer
+        if self.activation_storage and is_named(layer_number, self.activation_storage_layers):
+            layer = replace(layer, storage=self.activation_storage)
+        if self.enable_activation_offload and is_named(layer_number, self.activation_offload_layers):
+            layer = replace(layer, offload=True)
+        return layer
 
     @property
     def layer_defaults(self) -> LayerDefaults:
@@ -469,6 +474,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     count("hidden_size"),
     count("num_layers"),
     *STORAGE_RULES,
+    *OFFLOAD_LAYER_RULES,
     count("num_attention_heads"),
     flag("enable_hyper_connections"),
     flag("do_self_attention_hyper_connection"),
@@ -584,9 +590,5 @@ MODEL_RULES: tuple[Rule, ...] = (
     *FP8_RULES,
     *RECOMPUTE_RULES,
     flag("use_distributed_optimizer"),
-    flag("enable_tensor_offload"),
-    flag("tensor_offload_pin_memory"),
-    count("tensor_offload_num_prefetch_layers", least=0),
-    flag("enable_activation_offload"),
-    count("activation_offload_min_bytes", least=0),
+    *OFFLOAD_RULES,
 )

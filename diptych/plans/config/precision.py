@@ -3,9 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from diptych.plans.config.rules import Rule, choice, count
+from diptych.plans.config.rules import Rule, choice, count, names_layers
 from diptych.plans.context.exchange import PIPELINED
-from diptych.plans.model.layers import layer_numbers
 
 KEPT_IN_FLOAT32 = {
     "parameters": "weights, their gradients and both moments of the optimizer; a weight is rounded where it is used",
@@ -38,28 +37,9 @@ def in_dtype(config: Any, dtype: str) -> Any:
     return replace(config, params_dtype=params_dtype, bf16=dtype == "bfloat16", **NO_FP8)
 
 
-def _stored_layers_fault(config: Any) -> str:
-    """Return what is wrong with activation_storage_layers, or the empty string."""
-    text = config.activation_storage_layers
-    if text is None:
-        return ""
-    if config.activation_storage is None:
-        return f"activation_storage_layers: expected None without activation_storage, got {text!r}"
-    try:
-        largest = max(layer_numbers(str(text)))
-    except ValueError as error:
-        return str(error)
-    limit = f"activation_storage_layers: expected layers below num_layers={config.num_layers}, got {text!r}"
-    return "" if largest < config.num_layers else limit
-
-
 STORAGE_RULES: tuple[Rule, ...] = (
     choice("activation_storage", (None, "fp8")),
-    Rule(
-        "activation_storage_layers",
-        lambda c: not _stored_layers_fault(c),
-        lambda c: _stored_layers_fault(c),
-    ),
+    names_layers("activation_storage_layers", "activation_storage"),
 )
 """They come before the rules that read the settings of layers."""
 

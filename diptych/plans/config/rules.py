@@ -5,6 +5,8 @@ from collections.abc import Callable
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from diptych.plans.model.layers import layer_numbers
+
 LARGEST = 2**63 - 1
 """Largest accepted integer; products of several are still finite as a float."""
 
@@ -70,6 +72,31 @@ def choice(field: str, allowed: tuple[str | None, ...]) -> Rule:
         lambda c: f"{field}: expected one of {allowed}, got {getattr(c, field)!r}",
         True,
     )
+
+
+def names_layers(field: str, of: str) -> Rule:
+    """Require layers of the model, as in ``0-3,7``, or None, which a setting needs that is not used.
+
+    Args:
+        field: the setting that names layers.
+        of: the setting that it limits to them.
+    """
+    return Rule(field, lambda c: not _layers_fault(c, field, of), lambda c: _layers_fault(c, field, of))
+
+
+def _layers_fault(config: Any, field: str, of: str) -> str:
+    """Return what is wrong with a setting that names layers, or the empty string."""
+    text = getattr(config, field)
+    if text is None:
+        return ""
+    if not getattr(config, of):
+        return f"{field}: expected None without {of}, got {text!r}"
+    try:
+        largest = max(layer_numbers(str(text), field))
+    except ValueError as error:
+        return str(error)
+    limit = f"{field}: expected layers below num_layers={config.num_layers}, got {text!r}"
+    return "" if largest < config.num_layers else limit
 
 
 def validate(config: Any, rules: tuple[Rule, ...]) -> None:

@@ -29,6 +29,8 @@ class LayerConfig:
     """Place of the norms: on the input of each sublayer (pre), or on its output (post)."""
     storage: Literal["fp8"] | None = None
     """How values are saved for backward: in 8 bits (fp8), or as they are; see diptych.plans.activation_storage."""
+    offload: bool = False
+    """True if values saved for backward move to host memory; see diptych.plans.offload."""
 
     @property
     def norm_names(self) -> tuple[str, str]:
@@ -50,9 +52,18 @@ class LayerConfig:
         return "+".join([self.mixer, self.activation, f"ffn={self.ffn_hidden_size}", *chosen])
 
 
+def is_named(number: int, text: str | None) -> bool:
+    """Return True if a setting names a layer; None names all."""
+    return text is None or number in layer_numbers(text)
+
+
 @lru_cache(maxsize=64)
-def layer_numbers(text: str) -> frozenset[int]:
-    """Return the layers that activation_storage_layers names, as in ``0-3,7``.
+def layer_numbers(text: str, field: str = "layers") -> frozenset[int]:
+    """Return the layers that a setting names, as in ``0-3,7``.
+
+    Args:
+        text: the value of the setting.
+        field: its name, for the message.
 
     Raises:
         ValueError: the text has another form.
@@ -61,7 +72,7 @@ def layer_numbers(text: str) -> frozenset[int]:
     for part in text.split(","):
         ends = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part)
         if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
-            raise ValueError(f"activation_storage_layers: expected numbers of layers such as 0-3,7, got {text!r}")
+            raise ValueError(f"{field}: expected numbers of layers such as 0-3,7, got {text!r}")
         found.update(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
     return frozenset(found)
 

@@ -15,6 +15,7 @@ from diptych.plans.offload.activations import (
     ActivationStep,
     activation_event,
     forwards_needed_next,
+    layers_that_stay,
     plan_activations,
 )
 from diptych.plans.offload.moves import (
@@ -65,5 +66,6 @@ __all__ = [
     "ActivationStep",
     "activation_event",
     "forwards_needed_next",
+    "layers_that_stay",
     "plan_activations",
 ]

@@ -4,7 +4,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from diptych.plans.config import TransformerConfig
 from diptych.plans.offload.uses import Use
+from diptych.plans.recompute import RecomputeBlock
 
 
 class ActivationStep(NamedTuple):
@@ -33,11 +35,20 @@ def forwards_needed_next(upcoming: Iterable[Use], count: int) -> tuple[Use, ...]
     return tuple(islice(backwards, count))
 
 
+def layers_that_stay(config: TransformerConfig, blocks: Iterable[RecomputeBlock]) -> set[int]:
+    """Return the layers of recompute blocks whose saved values stay on the device.
+
+    They are those that activation_offload_layers does not name, and those that are recomputed whole, which save nothing
+    that could move: their input belongs to the block.
+    """
+    return {n for block in blocks for n in block.layers if block.kind == "full" or not config.layer(n).offload}
+
+
 def plan_activations(
     uses: Sequence[Use],
     num_prefetch_layers: int = 1,
     then: Sequence[Use] | None = None,
-    dropped: Collection[int] = (),
+    stay: Collection[int] = (),
 ) -> tuple[ActivationStep, ...]:
     """Plan the moves of activations between device and host.
 
@@ -48,7 +59,7 @@ def plan_activations(
         uses: uses of the layers, in order.
         num_prefetch_layers: backwards ahead of the current one.
         then: uses after the last one; None: ``uses`` repeats.
-        dropped: fully recomputed layers, which save no activations that could move.
+        stay: layers whose activations stay on the device; see layers_that_stay.
     """
     ahead = [*uses, *(uses if then is None else then)]
     saved = set()  # forwards whose backward has not run
@@ -58,7 +69,7 @@ def plan_activations(
         fetches = ()
         leaves = False
         after = (u.kind for u in ahead[number + 1 :] if u[1:] == use[1:] and u.kind in ("F", "B"))
-        if use.kind == "F" and use.layer not in dropped and next(after, None) == "B":
+        if use.kind == "F" and use.layer not in stay and next(after, None) == "B":
             leaves = use not in forwards_needed_next(ahead[number + 1 :], num_prefetch_layers + 1)
             saved.add(use)
             if not leaves:

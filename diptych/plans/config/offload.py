@@ -1,0 +1,16 @@
+"""Rules of offload."""
+
+from diptych.plans.config.rules import Rule, count, flag, names_layers
+
+OFFLOAD_LAYER_RULES: tuple[Rule, ...] = (
+    flag("enable_activation_offload"),
+    names_layers("activation_offload_layers", "enable_activation_offload"),
+)
+"""They come before the rules that read the settings of layers."""
+
+OFFLOAD_RULES: tuple[Rule, ...] = (
+    flag("enable_tensor_offload"),
+    flag("tensor_offload_pin_memory"),
+    count("tensor_offload_num_prefetch_layers", least=0),
+    count("activation_offload_min_bytes", least=0),
+)
