@@ -6,6 +6,9 @@ with these times. Exchanges between context ranks are assumed not to overlap wit
 the pipelined exchange, each context rank is one layer behind the rank before it (diptych.plans.schedule.wavefront).
 After the last backward come the sum of gradients over the ranks of one stage, and the optimizer's update.
 
+A layer's values that move to the host are copied while the next layer runs, forward, and come back while its backward
+runs; F and I wait for what is left of a copy then.
+
 Not modelled: launch overhead, contention of messages, fused kernels, and other load of the machine.
 benchmarks/step_time.py compares the prediction with measured steps.
 """
@@ -15,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from diptych.planner.memory.nodes import Node
+from diptych.planner.memory.offload import MovingValues
 from diptych.planner.memory.ranks import share_bytes
 from diptych.planner.memory.simulate import Simulation
 from diptych.planner.memory.stages import stage_builder
@@ -72,6 +76,10 @@ class StageTime(NamedTuple):
     """Part of forward and input_gradient that waits for exchanges between context or tensor-parallel ranks."""
     packed: float
     """Part of forward, input_gradient and weight_gradient in which values are packed in 8 bits and read again."""
+    copied: float = 0.0
+    """Part of forward and input_gradient that waits for copies of saved values to the host and back."""
+    moved: int = 0
+    """Bytes of saved values that move to the host."""
 
 
 class StepTime(NamedTuple):
@@ -111,12 +119,12 @@ class StageTimes:
         stages = []
         blocks = blocks_of_stages(config) if blocks is None else blocks
         for stage, blocks_of_stage in enumerate(blocks):
-            parts = [self.of_block(config, layers, block, batch) for layers, block in blocks_of_stage]
+            parts = self._with_copies(config, blocks_of_stage, batch)
             if stage == 0:
                 parts.append(self._end(config, "embedding", batch))
             if stage == len(blocks) - 1:
                 parts.append(self._end(config, "head", batch))
-            stages.append(StageTime(*(sum(each) for each in zip((0.0,) * 6, *parts, strict=True))))
+            stages.append(StageTime(*(sum(each) for each in zip((0.0,) * 7 + (0,), *parts, strict=True))))
         return tuple(stages)
 
     def costs(self, config: TransformerConfig, batch: int) -> Costs:
@@ -127,14 +135,15 @@ class StageTimes:
         self, config: TransformerConfig, layer_settings: tuple[LayerConfig, ...], block: RecomputeBlock, batch: int
     ) -> StageTime:
         """Return the times of a recompute block's layers; equal blocks are computed once."""
-        key = layer_settings, block.kind, block.modules, batch, config.cp_exchange, *_sharing(config)
+        least = config.activation_offload_min_bytes
+        key = layer_settings, block.kind, block.modules, batch, config.cp_exchange, least, *_sharing(config)
         if key not in self._found:
             builder = stage_builder(config, batch)
             layers = {}
             x = builder.hidden()
             for number in block.layers:
                 layers[number], x = builder.layer(number, x)
-            timed = _Timed(self.machine)
+            timed = _Timed(self.machine, _moving(config, layer_settings, block))
             timed.run([], layers, [block], [])
             forward_wait, backward_wait = _exchanged(config, block, batch, self.machine)
             nodes = [node for layer in layers.values() for node in layer.nodes]
@@ -148,8 +157,50 @@ class StageTimes:
                 timed.replayed,
                 forward_wait + backward_wait,
                 sum(self.machine.seconds(0, moved) for moved in (*packing, *unpacking)),
+                moved=timed.moved,
             )
         return self._found[key]
+
+    def copy_waits(self, config: TransformerConfig, moved: int, following: tuple[float, float]) -> tuple[float, float]:
+        """Return the seconds that forward and backward wait for copies of a layer's values to the host and back.
+
+        Args:
+            config: the model.
+            moved: bytes of the values.
+            following: seconds of the forward and of I of the next layer.
+        """
+        copy = moved / self.machine.link_bandwidth
+        forward, backward = following
+        return max(0.0, copy - forward), max(0.0, copy - backward * (config.tensor_offload_num_prefetch_layers > 0))
+
+    def first_layer(
+        self, config: TransformerConfig, layer_settings: tuple[LayerConfig, ...], block: RecomputeBlock, batch: int
+    ) -> tuple[float, float]:
+        """Return the seconds of F and I of the first layer of a block, without those of a replay of several layers."""
+        if len(block.layers) > 1:
+            layer_settings, block = layer_settings[:1], RecomputeBlock("none", block.layers[:1])
+        return self.of_block(config, layer_settings, block, batch)[:2]
+
+    def _with_copies(self, config: TransformerConfig, blocks: "BlocksOfStage", batch: int) -> list[StageTime]:
+        """Return the times of a stage's blocks, with the waits for copies of saved values."""
+        parts = [self.of_block(config, layers, block, batch) for layers, block in blocks]
+        stay = config.tensor_offload_num_prefetch_layers + 1  # the last groups before backward do not move
+        left = sum(len(block.layers) for _, block in blocks)
+        for place, (_, block) in enumerate(blocks):
+            left -= len(block.layers)
+            part = parts[place]
+            if left < stay or not part.moved:
+                parts[place] = part._replace(moved=0)
+                continue
+            size = len(block.layers)
+            one = part.moved // size
+            own, following = (self.first_layer(config, *each, batch) for each in blocks[place : place + 2])
+            waits = [*[self.copy_waits(config, one, own)] * (size - 1), self.copy_waits(config, one, following)]
+            ahead, back = map(sum, zip(*waits, strict=True))
+            parts[place] = part._replace(
+                forward=part.forward + ahead, input_gradient=part.input_gradient + back, copied=ahead + back
+            )
+        return parts
 
     def _end(self, config: TransformerConfig, name: str, batch: int) -> StageTime:
         key = name, batch, *_sharing(config)
@@ -163,8 +214,10 @@ class StageTimes:
         return self._found[key]
 
 
-StageBlocks: TypeAlias = tuple[tuple[tuple[tuple[LayerConfig, ...], RecomputeBlock], ...], ...]
-"""The recompute blocks of every stage, each with the settings of its layers."""
+BlocksOfStage: TypeAlias = tuple[tuple[tuple[LayerConfig, ...], RecomputeBlock], ...]
+"""The recompute blocks of a stage, each with the settings of its layers."""
+StageBlocks: TypeAlias = tuple[BlocksOfStage, ...]
+"""Those of every stage."""
 
 
 def blocks_of_stages(config: TransformerConfig) -> StageBlocks:
@@ -177,6 +230,12 @@ def blocks_of_stages(config: TransformerConfig) -> StageBlocks:
         )
         for stage in range(num_stages(config))
     )
+
+
+def _moving(config: TransformerConfig, settings: Sequence[LayerConfig], block: RecomputeBlock) -> MovingValues:
+    """Return the groups of a block's layers that move; the settings are in the cache's key, their numbers are not."""
+    named = [number for number, layer in zip(block.layers, settings, strict=True) if layer.offload]
+    return MovingValues(named if block.kind != "full" else (), config.activation_offload_min_bytes)
 
 
 def _sharing(config: TransformerConfig) -> tuple[Hashable, ...]:
@@ -309,8 +368,8 @@ def _gradient_times(nodes: Sequence[Node], machine: Machine) -> tuple[float, flo
 class _Timed(Simulation):
     """A memory simulation that also sums up the time of forward and of recomputation in backward."""
 
-    def __init__(self, machine: Machine) -> None:
-        super().__init__()
+    def __init__(self, machine: Machine, moving: MovingValues) -> None:
+        super().__init__(moving=moving)
         self._machine = machine
         self._is_backward = False
         self.forward = 0.0

@@ -9,7 +9,7 @@ the solver repeats with budgets that shrink ever faster until the result fits.
 from dataclasses import replace
 from typing import NamedTuple
 
-from diptych.planner.budget.blocks import LENGTHS, BlockCost, StageParts, storage_choices
+from diptych.planner.budget.blocks import LENGTHS, BlockCost, StageParts, offload_choices, storage_choices
 from diptych.planner.budget.ranks import Moment, RankSearch, RankSolution, rank_moments
 from diptych.planner.budget.solver import STEPS
 from diptych.planner.memory.in_transit import most_in_transit
@@ -38,7 +38,8 @@ class BudgetPlan(NamedTuple):
     peaks: list[int]
     """Predicted bytes of each pipeline rank; see diptych.planner.memory.rank_peaks."""
     seconds: float
-    """Predicted seconds of recomputation, and of packing in 8 bits, for one microbatch on all ranks together."""
+    """Predicted seconds of recomputation, of packing in 8 bits, and of waits for copies to the host and back, for one
+    microbatch on all ranks together."""
     bound: float
     """Seconds that every layout within the budget needs at least."""
 
@@ -56,7 +57,9 @@ def fit_budget(
     Args:
         config: the model, with its pipeline; its own recompute settings are replaced. With activation_storage, layers
             may save values in 8 bits: those of activation_storage_layers, or None: those for which that is faster than
-            recomputation. Of context ranks, the plan is for the one that needs most.
+            recomputation. With enable_activation_offload, saved values of layers may move to the host: those of
+            activation_offload_layers, or None: those for which that is faster. Of context ranks, the plan is for the
+            one that needs most.
         batch: sequences of a microbatch.
         budget: bytes of a rank in the forwards and backwards of a step, above parameters and batches: activations,
             temporary buffers, messages, and the gradients of parameters that exist by then.
@@ -67,6 +70,11 @@ def fit_budget(
         ValueError: no layout is within the budget, and the message says how much the smallest needs.
     """
     config = without_recompute(config)
+    if config.enable_activation_offload and config.tensor_offload_num_prefetch_layers > 1:
+        raise ValueError(
+            "tensor_offload_num_prefetch_layers: expected 0 or 1 with activation_memory_budget and "
+            f"enable_activation_offload, got {config.tensor_offload_num_prefetch_layers}"
+        )
     request = _Request(config, batch, budget, machine or Machine(), num_microbatches)
     searches = _searches(config, batch, request.machine, num_microbatches)
     plan = _fitting(searches, request)
@@ -101,7 +109,8 @@ def _fitting(searches: list[RankSearch], request: _Request) -> BudgetPlan | None
         solved = [each for each in found if each is not None]
         if len(solved) < len(found):
             break
-        chosen = replace(config, recompute_layout=format_layout(_in_order(solved)), **_storage(config, solved))
+        settings = _storage(config, solved) | _offload(config, solved)
+        chosen = replace(config, recompute_layout=format_layout(_in_order(solved)), **settings)
         peaks = rank_peaks(chosen, schedule, batch)
         if max(peaks) <= budget:
             return BudgetPlan(chosen, budget, peaks, *_seconds(searches, solved, allowed, budget))
@@ -110,7 +119,7 @@ def _fitting(searches: list[RankSearch], request: _Request) -> BudgetPlan | None
     uniform, peaks = _uniform(config, batch, count)
     if max(peaks) > budget:
         return None
-    seconds = sum(each.recomputed + each.packed for each in StageTimes(machine).of(uniform, batch))
+    seconds = sum(each.recomputed + each.packed + each.copied for each in StageTimes(machine).of(uniform, batch))
     return BudgetPlan(uniform, budget, peaks, seconds, min(seconds, sum(search.bound(budget) for search in searches)))
 
 
@@ -141,6 +150,15 @@ def _storage(config: TransformerConfig, solved: list[RankSolution]) -> dict[str,
     return (
         {"activation_storage": "fp8", "activation_storage_layers": layers} if stored else {"activation_storage": None}
     )
+
+
+def _offload(config: TransformerConfig, solved: list[RankSolution]) -> dict[str, bool | str | None]:
+    """Return the settings of the layers whose saved values move to the host, if the model leaves them open."""
+    if len(offload_choices(config)) == 1:
+        return {}
+    moved = {number for rank in solved for stage in rank.stages for number in stage.moved}
+    layers = format_numbers(moved) if moved else None
+    return {"enable_activation_offload": bool(moved), "activation_offload_layers": layers}
 
 
 def _searches(config: TransformerConfig, batch: int, machine: Machine, count: int) -> list[RankSearch]:

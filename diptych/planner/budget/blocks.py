@@ -1,11 +1,12 @@
 """Memory and time of the parts of a stage: its blocks of layers, and what comes before and after them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 from diptych.planner.memory.nodes import Layer, Node
+from diptych.planner.memory.offload import MovingValues, layers_that_move
 from diptych.planner.memory.simulate import Gradients, Simulation
 from diptych.planner.memory.stages import stage_builder
 from diptych.planner.step_time import StageTimes
@@ -38,6 +39,13 @@ class BlockCost(NamedTuple):
     """Seconds of recomputation, and of packing in 8 bits and reading again."""
     is_stored: bool = False
     """True if the layers save values in 8 bits."""
+    moved: int = 0
+    """Bytes of saved values that move to the host; ``saved`` does not count them, ``peaks`` do."""
+    begin_peaks: tuple[int, ...] | None = None
+    """Like ``peaks``, in the forward or backward of the block's first layer, during which values of the layer before
+    the block are on the device; None: ``peaks``."""
+    begin_seconds: tuple[float, float] = (0.0, 0.0)
+    """Seconds of the forward and of I of the block's first layer, behind which copies of these values are hidden."""
 
 
 class EndCost(NamedTuple):
@@ -63,6 +71,8 @@ class StageParts:
             is free to choose; for a bound.
 
     Layers may save their values in 8 bits if the model has activation_storage; those in activation_storage_layers do.
+    Likewise, the values of a layer may move to the host with enable_activation_offload, if the layer is a block of its
+    own, is not recomputed whole, and is not one of the stage's last layers, whose values may be needed next.
     """
 
     def __init__(
@@ -76,8 +86,8 @@ class StageParts:
         lets_wait_in_8_bits: bool = False,
     ) -> None:
         self.config = config
-        self._configs = storage_choices(config)
-        self._usual = self._configs[-1 if lets_wait_in_8_bits else 0]
+        self._configs = [each for stored in storage_choices(config) for each in offload_choices(stored)]
+        self._usual = storage_choices(config)[-1 if lets_wait_in_8_bits else 0]
         self.kinds = tuple(kinds)
         self._batch = batch
         self._times = times
@@ -87,6 +97,9 @@ class StageParts:
         first = get_transformer_layer_offset(config, *get_stage_place(config, stage))
         self.layers = range(first, first + layers_by_stage(config)[stage])
         self._settings = {number: config.layer(number) for number in self.layers}
+        self._message = 0 if self._is_first else stage_builder(config, batch).hidden().size
+        self._staying = self.layers[-config.tensor_offload_num_prefetch_layers - 1 :]
+        """Layers whose values do not move; see diptych.planner.memory.offload."""
         last = self._simulate_last()
         self.first_end = self._first_end()
         """The embedding, or the input of a later stage, which its first block saves."""
@@ -100,12 +113,31 @@ class StageParts:
 
     def options(self, first: int, size: int) -> list[BlockCost]:
         """Return the costs of blocks of ``size`` layers from a layer on, none of which another beats in everything."""
-        key = tuple(self._settings[number] for number in range(first, first + size))
+        layers = range(first, first + size)
+        has_message = first == self.layers.start and not self._is_first
+        key = (*(self._settings[number] for number in layers), first in self._staying, has_message)
         if key not in self._found:
-            blocks = [*self._choices(range(first, first + size))]
+            blocks = [*self._choices(layers)]
             costs = [self.cost(block, config) for config in self._configs for block in blocks]
-            self._found[key] = [cost for cost in costs if not any(_beats(other, cost) for other in costs)]
+            possible = [cost for cost in costs if cost is not None]
+            self._found[key] = [cost for cost in possible if not any(_beats(other, cost) for other in possible)]
         return self._found[key]
+
+    def copy_waits(self, moved: int, place: int, following: BlockCost) -> float:
+        """Return the seconds that a step waits for copies of a layer's values to the host and back.
+
+        Args:
+            moved: bytes of the values, without the message to the stage.
+            place: place of the next block, in layers of the stage.
+            following: the next block.
+        """
+        moved += self._message if place == 1 else 0
+        return sum(self._times.copy_waits(self.config, moved, following.begin_seconds))
+
+    def copied_beside(self, moved: int) -> tuple[int, ...]:
+        """Return the bytes of a layer's values that are on the device beside the next layer, in each kind of action."""
+        prefetches = self.config.tensor_offload_num_prefetch_layers > 0
+        return tuple(moved if kind == "F" or prefetches else 0 for kind in self.kinds)
 
     def _choices(self, layers: range) -> Iterator[RecomputeBlock]:
         """Yield the recompute blocks that consist of some layers."""
@@ -119,16 +151,32 @@ class StageParts:
             if names and (mhc or len(layers) == 1) and (has_mhc or not mhc):
                 yield RecomputeBlock("selective", tuple(layers), frozenset(names))
 
-    def cost(self, block: RecomputeBlock, config: TransformerConfig) -> BlockCost:
-        """Return the cost of a block of a model, simulated alone."""
-        simulations = self._simulate_block(block, config)
+    def cost(self, block: RecomputeBlock, config: TransformerConfig) -> BlockCost | None:
+        """Return the cost of a block of a model, simulated alone; None if the values of one of several layers move."""
+        moving = layers_that_move(config, block.layers, [block]).difference(self._staying)
+        if moving and len(block.layers) > 1:
+            return None
+        simulations = self._simulate_block(block, config, moving)
         settings = tuple(config.layer(number) for number in block.layers)
         times = self._times.of_block(config, settings, block, self._batch)
-        saved = sum(simulations["allocated"].saved_by_name.values())
-        is_stored = all(layer.storage is not None for layer in settings)
-        return BlockCost(block, saved, self._peaks(simulations), times.recomputed + times.packed, is_stored)
+        first = simulations["allocated"]
+        moved = first.moved
+        if moved and self.layers.start in block.layers:
+            moved -= self._message  # it also stays, for its gradient
+        return BlockCost(
+            block,
+            sum(first.saved_by_name.values()) - moved,
+            self._peaks(simulations),
+            times.recomputed + times.packed,
+            all(layer.storage is not None for layer in settings),
+            moved,
+            self._peaks(simulations, min(block.layers)),
+            self._times.first_layer(config, settings, block, self._batch),
+        )
 
-    def _simulate_block(self, block: RecomputeBlock, config: TransformerConfig) -> dict[Gradients, Simulation]:
+    def _simulate_block(
+        self, block: RecomputeBlock, config: TransformerConfig, moving: Collection[int] = ()
+    ) -> dict[Gradients, Simulation]:
         found = {}
         for gradients in self._gradients:
             builder = stage_builder(config, self._batch)
@@ -137,7 +185,8 @@ class StageParts:
             layers = {}
             for number in block.layers:
                 layers[number], x = builder.layer(number, x)
-            found[gradients] = _run(begin, layers, [block], [Node([x], [])], gradients)
+            values = MovingValues(moving, config.activation_offload_min_bytes)
+            found[gradients] = _run(begin, layers, [block], [Node([x], [])], gradients, values)
         return found
 
     @property
@@ -146,10 +195,17 @@ class StageParts:
         found.update((SIMULATED[kind], None) for kind in self.kinds)
         return [*found]
 
-    def _peaks(self, simulations: dict[Gradients, Simulation]) -> tuple[int, ...]:
-        """Return the peak in each kind of action."""
+    def _peaks(self, simulations: dict[Gradients, Simulation], layer: int | None = None) -> tuple[int, ...]:
+        """Return the peak in each kind of action, or in its part that a layer is."""
+
+        def forward(simulation: Simulation) -> int:
+            return simulation.forward_peak if layer is None else simulation.forward_peaks[layer]
+
+        def backward(simulation: Simulation) -> int:
+            return simulation.backward_peak if layer is None else simulation.backward_peaks[layer]
+
         return tuple(
-            simulations["allocated"].forward_peak if kind == "F" else simulations[SIMULATED[kind]].backward_peak
+            forward(simulations["allocated"]) if kind == "F" else backward(simulations[SIMULATED[kind]])
             for kind in self.kinds
         )
 
@@ -196,20 +252,30 @@ def storage_choices(config: TransformerConfig) -> list[TransformerConfig]:
     return [replace(config, activation_storage=None), config]
 
 
+def offload_choices(config: TransformerConfig) -> list[TransformerConfig]:
+    """Return the models that differ in whether saved values of all layers move, of which each layer may be taken."""
+    if not config.enable_activation_offload or config.activation_offload_layers is not None:
+        return [config]
+    return [replace(config, enable_activation_offload=False), config]
+
+
 def _run(
     first: list[Node],
     layers: dict[int, Layer],
     blocks: list[RecomputeBlock],
     last: list[Node],
     gradients: Gradients,
+    moving: MovingValues | None = None,
 ) -> Simulation:
     """Simulate operations; without the positions, which the whole model has once."""
-    simulation = Simulation(gradients=gradients)
+    simulation = Simulation(gradients=gradients, moving=moving)
     simulation.run(first, layers, blocks, last)
     return simulation
 
 
 def _beats(other: BlockCost, cost: BlockCost) -> bool:
     """Return True if another block is at least as good in everything and better in something."""
-    pairs = [(other.saved, cost.saved), (other.seconds, cost.seconds), *zip(other.peaks, cost.peaks, strict=True)]
+    pairs = [(other.saved, cost.saved), (other.seconds, cost.seconds), (other.moved, cost.moved)]
+    pairs += [*zip(other.peaks, cost.peaks, strict=True)]
+    pairs += [*zip(other.begin_peaks or other.peaks, cost.begin_peaks or cost.peaks, strict=True)]
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)

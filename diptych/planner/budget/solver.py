@@ -6,10 +6,14 @@ what the action has left of the layers after it:
 
     saved before the block + peak of the block + left after the block <= limit of the action
 
-The least seconds of recomputation up to a layer depend on the bytes saved so far only. From the first layer on, the
-solver keeps for each layer the pairs (bytes, seconds) that no other pair beats in both, so its result is the best of
-all layouts. If a layer has more than 2^14 pairs, which models of 64 layers do not reach, those within 2^-14 of the
-limit of each other are joined: with their bytes rounded up for the result, and down for the bound that no layout beats.
+If the values of the layer before the block move to the host, they are beside the block's first layer. The copy to the
+host has the time of its forward, and the copy back that of its backward; for the rest, the step waits.
+
+The least seconds up to a layer depend on the bytes saved so far, and on the bytes of the last layer that move. From the
+first layer on, the solver keeps for each layer and each number of moving bytes the pairs (bytes saved, seconds) that no
+other pair with as few moving bytes beats in both, so its result is the best of all layouts. If a layer has more than
+2^14 pairs, which models of 64 layers do not reach, those within 2^-14 of the limit of each other are joined: with their
+bytes rounded up for the result, and down for the bound that no layout beats.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,6 +60,14 @@ class Parts(Protocol):
         """Return the costs of blocks of ``size`` layers from a layer on."""
         ...
 
+    def copy_waits(self, moved: int, place: int, following: BlockCost) -> float:
+        """Return the seconds for which the block at a place waits for copies of values of the layer before it."""
+        ...
+
+    def copied_beside(self, moved: int) -> tuple[int, ...]:
+        """Return the bytes of a layer's values on the device beside the next layer, in each kind of action."""
+        ...
+
 
 class Solution(NamedTuple):
     """The blocks of a stage."""
@@ -65,9 +77,11 @@ class Solution(NamedTuple):
     saved: int
     """Bytes that they save for backward."""
     seconds: float
-    """Seconds of recomputation, and of packing in 8 bits and reading again."""
+    """Seconds of recomputation, of packing in 8 bits and reading again, and of waits for copies."""
     stored: list[int]
     """Numbers of the layers that save values in 8 bits."""
+    moved: list[int]
+    """Numbers of the layers whose saved values move to the host."""
 
 
 class _Front(NamedTuple):
@@ -79,6 +93,12 @@ class _Front(NamedTuple):
     """Number of the block in the list of blocks that end at the layer."""
     before: np.ndarray
     """Number of the pair at the beginning of the block."""
+    moved_before: np.ndarray
+    """Moving bytes of the layer before the block."""
+
+
+_Fronts = dict[int, _Front]
+"""The pairs up to a layer, by the moving bytes of the layer."""
 
 
 def solve(parts: Parts, limits: Sequence[int], most_saved: int, upper: bool) -> Solution | None:
@@ -92,7 +112,10 @@ def solve(parts: Parts, limits: Sequence[int], most_saved: int, upper: bool) -> 
     """
     if not _all_fit(parts.first_end.peaks, parts.after[0], limits):
         return None
-    fronts = [_Front(np.array([parts.first_end.saved]), np.zeros(1), np.zeros(1, int), np.zeros(1, int))]
+    nothing = np.zeros(1, int)
+    fronts: list[_Fronts] = [
+        {0: _Front(np.array([parts.first_end.saved]), np.zeros(1), nothing, nothing, nothing)},
+    ]
     endings: list[list[tuple[int, BlockCost]]] = [[]]
     begin = parts.layers.start
     most = most_saved - parts.last_end.saved
@@ -101,13 +124,12 @@ def solve(parts: Parts, limits: Sequence[int], most_saved: int, upper: bool) -> 
         blocks = [
             (end - size, cost) for size in LENGTHS if size <= end for cost in parts.options(begin + end - size, size)
         ]
-        largest = [
-            min(most - cost.saved, *(a - b - c for a, b, c in zip(limits, cost.peaks, parts.after[end], strict=True)))
-            for _, cost in blocks
-        ]
-        fronts.append(_joined(fronts, blocks, largest, step, upper))
+        free = [limit - left for limit, left in zip(limits, parts.after[end], strict=True)]
+        fronts.append(_joined(parts, fronts, blocks, (most, free), step, upper))
         endings.append(blocks)
-    last = fronts[-1]
+    last = fronts[-1].get(0)
+    if last is None:
+        return None
     fits = last.saved <= min(most, *(a - b for a, b in zip(limits, parts.last_end.peaks, strict=True)))
     if not fits.any():
         return None
@@ -116,16 +138,20 @@ def solve(parts: Parts, limits: Sequence[int], most_saved: int, upper: bool) -> 
     seconds = float(last.seconds[place])
     chosen: list[RecomputeBlock] = []
     stored: list[int] = []
+    moved: list[int] = []
     end = len(parts.layers)
+    moved_before = 0
     while end:
-        front = fronts[end]
+        front = fronts[end][moved_before]
         start, cost = endings[end][front.step[place]]
         layers = range(begin + start, begin + end)
         chosen.append(cost.block._replace(layers=tuple(layers)))
         stored += layers if cost.is_stored else ()
+        moved += layers if cost.moved else ()
+        moved_before = int(front.moved_before[place])
         place = int(front.before[place])
         end = start
-    return Solution(chosen[::-1], saved, seconds, stored)
+    return Solution(chosen[::-1], saved, seconds, stored, moved)
 
 
 def least_saved(parts: Parts) -> int:
@@ -149,40 +175,63 @@ def _all_fit(peaks: Sequence[int], left: Sequence[int], limits: Sequence[int]) -
 
 
 def _joined(
-    fronts: list[_Front],
+    parts: Parts,
+    fronts: list[_Fronts],
     blocks: Iterable[tuple[int, BlockCost]],
-    largest: list[int],
+    limits: tuple[int, list[int]],
     step: float,
     upper: bool,
-) -> _Front:
+) -> _Fronts:
     """Return the pairs that blocks reach from earlier layers.
 
     Args:
+        parts: costs of the stage's parts.
         fronts: pairs up to every earlier layer.
         blocks: first layer and costs of every block.
-        largest: largest number of bytes saved before each block.
+        limits: bytes that may be saved up to here, and those that each kind of action may need before and in a block.
         step: bytes within which pairs are joined.
         upper: see solve.
     """
-    found = []
-    for number, ((begin, cost), limit) in enumerate(zip(blocks, largest, strict=True)):
-        front = fronts[begin]
-        (allowed,) = np.nonzero(front.saved <= limit)
-        found.append(
-            (
-                front.saved[allowed] + cost.saved,
-                front.seconds[allowed] + cost.seconds,
-                np.full(len(allowed), number),
-                allowed,
+    most, free = limits
+    found: dict[int, list[_Front]] = {}
+    for number, (begin, cost) in enumerate(blocks):
+        own = min(most - cost.saved, *(a - b for a, b in zip(free, cost.peaks, strict=True)))
+        for moved, front in fronts[begin].items():
+            limit = own
+            wait = 0.0
+            if moved:
+                begins = zip(free, cost.begin_peaks or cost.peaks, parts.copied_beside(moved), strict=True)
+                limit = min(own, *(a - b - c for a, b, c in begins))
+                wait = parts.copy_waits(moved, begin, cost)
+            allowed = np.arange(np.searchsorted(front.saved, limit, side="right"))
+            found.setdefault(cost.moved, []).append(
+                _Front(
+                    front.saved[allowed] + cost.saved,
+                    front.seconds[allowed] + (cost.seconds + wait),
+                    np.full(len(allowed), number),
+                    allowed,
+                    np.full(len(allowed), moved),
+                )
             )
-        )
-    saved, seconds, steps, before = (np.concatenate(each) for each in zip(*found, strict=True))
-    left = _undominated(saved, seconds)
-    if len(left) > STEPS:
-        rounded = np.ceil(saved / step) if upper else np.floor(saved / step)
-        saved = (rounded * step).astype(np.int64)
-        left = _undominated(saved, seconds)
-    return _Front(saved[left], seconds[left], steps[left], before[left])
+    joined: _Fronts = {}
+    for moved in sorted(found):
+        all_ = _Front(*(np.concatenate(each) for each in zip(*found[moved], strict=True)))
+        left = _undominated(all_.saved, all_.seconds)
+        if len(left) > STEPS:
+            rounded = np.ceil(all_.saved / step) if upper else np.floor(all_.saved / step)
+            all_ = all_._replace(saved=(rounded * step).astype(np.int64))
+            left = _undominated(all_.saved, all_.seconds)
+        for other in joined.values():
+            left = left[~_beaten(all_.saved[left], all_.seconds[left], other)]
+        if len(left):
+            joined[moved] = _Front(*(each[left] for each in all_))
+    return joined
+
+
+def _beaten(saved: np.ndarray, seconds: np.ndarray, other: _Front) -> np.ndarray:
+    """Return for each pair True if a pair with fewer moving bytes is at least as good."""
+    place = np.searchsorted(other.saved, saved, side="right") - 1  # seconds fall as bytes grow
+    return (place >= 0) & (other.seconds[np.maximum(place, 0)] <= seconds)
 
 
 def _undominated(saved: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from diptych.planner.memory.graph import GraphBuilder
+from diptych.planner.memory.offload import moving_values
 from diptych.planner.memory.simulate import Simulation
 from diptych.planner.memory.tensor_parallel import activation_recompute_saving
 from diptych.plans.config import TransformerConfig
@@ -16,9 +17,10 @@ class MemoryPrediction(NamedTuple):
     """Bytes of one forward and backward pass in PyTorch, above parameters and batch."""
 
     saved_by_name: dict[str, int]
-    """Saved for backward, by name of the value: diptych.plans.recompute.VALUES, and intermediate values."""
+    """Saved for backward on the device, by name of the value: diptych.plans.recompute.VALUES, and intermediate values.
+    """
     saved: int
-    """Sum of all values saved for backward."""
+    """Sum of all values saved for backward on the device."""
     peak: int
     """Largest number of bytes allocated at any time, including the parameter gradients that exist by then."""
 
@@ -37,7 +39,8 @@ def predict_memory(config: TransformerConfig, batch: int, length: int | None = N
     layers = {}
     for number in range(config.num_layers):
         layers[number], x = builder.layer(number, x)
-    simulation = Simulation(length)
-    simulation.run(first, layers, recompute_blocks(config), builder.head(x))
+    blocks = recompute_blocks(config)
+    simulation = Simulation(length, moving=moving_values(config, range(config.num_layers), blocks))
+    simulation.run(first, layers, blocks, builder.head(x))
     saved: Counter[str] = simulation.saved_by_name
     return MemoryPrediction(dict(saved.most_common()), sum(saved.values()), simulation.peak)

@@ -3,6 +3,7 @@
 A value is allocated while an operation still to run in forward reads it, or while the graph saves it for backward. For
 a recomputed region the graph saves the region's inputs instead. Its outputs are discarded once forward has read them.
 The first operation of backward that needs one of its values replays it, after the regions that its inputs come from.
+Values that move to the host are not allocated while they are there.
 """
 
 from collections import Counter
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from diptych.planner.memory.nodes import Layer, Node, Value
+from diptych.planner.memory.offload import MovingValues
 from diptych.plans.recompute import RecomputeBlock
 
 Gradients = Literal["allocated", "added", "deferred", "deferred and added"]
@@ -18,6 +20,8 @@ Gradients = Literal["allocated", "added", "deferred", "deferred and added"]
 or W of a split backward computes those of linear maps, and allocates or adds them."""
 GENERATOR_STATE = 5056
 """Bytes of the state of PyTorch's CPU generator, which torch.utils.checkpoint saves in each of its calls."""
+_NO_LAYER = -1
+"""Stands for the layer of operations before the layers and after them."""
 
 
 @dataclass(eq=False)
@@ -56,6 +60,7 @@ class Simulation:
     Args:
         length: tokens of a sequence, whose positions torch.utils.checkpoint saves.
         gradients: what backward does with the gradients of parameters.
+        moving: values that move to the host; None: none.
 
     Attributes:
         held: bytes allocated now.
@@ -64,10 +69,13 @@ class Simulation:
         backward_peak: largest number of bytes allocated in backward.
         before_weights: bytes allocated when backward has ended: gradients, and what waits for W.
         weights_peak: largest number of bytes allocated in W.
-        saved_by_name: bytes saved for backward by name, after forward.
+        forward_peaks: largest number of bytes allocated in the forward of each layer.
+        backward_peaks: largest number of bytes allocated in the backward of each layer.
+        saved_by_name: bytes saved for backward on the device by name, after forward.
+        moved: bytes of the saved values that move to the host.
     """
 
-    def __init__(self, length: int = 0, gradients: Gradients = "allocated") -> None:
+    def __init__(self, length: int = 0, gradients: Gradients = "allocated", moving: MovingValues | None = None) -> None:
         self._position_bytes = 8 * length
         self._adds = gradients in ("added", "deferred and added")
         self._defers = gradients in ("deferred", "deferred and added")
@@ -84,6 +92,16 @@ class Simulation:
         self._values: dict[int, Value] = {}
         self._region_of: dict[int, Region] = {}
         self._maker: dict[int, Region] = {}
+        self._discarded: set[int] = set()
+        self._moving = moving or MovingValues()
+        self.moved = 0
+        self.forward_peaks: Counter[int] = Counter()
+        self.backward_peaks: Counter[int] = Counter()
+        self._peaks = self.forward_peaks
+        self._layer_of: dict[int, int] = {}
+        """Layer of each operation, by identity."""
+        self._layer = _NO_LAYER
+        """Layer of the current operation."""
 
     def run(
         self, first: list[Node], layers: dict[int, Layer], blocks: Iterable[RecomputeBlock], last: list[Node]
@@ -111,8 +129,10 @@ class Simulation:
         self._forward(nodes, discards)
         for value in self._present.values():
             self.saved_by_name[value.name] += value.size
+        self.moved = sum(value.size for value in self._moving.values() if self._leaves(value))
         self.forward_peak = self.peak
         self.peak = self.held
+        self._peaks = self.backward_peaks
         self._backward(nodes)
         self.backward_peak = self.peak
         self.before_weights = self.held
@@ -139,6 +159,7 @@ class Simulation:
             for place, node in enumerate(layers[number].nodes):
                 name = "all" if block.kind == "full" else next((r for r in node.region if r in block.dropped), None)
                 nodes.append(node)
+                self._layer_of[id(node)] = number
                 if name is not None:
                     key = (name, None if name == "all" else (number, _sublayer(layers[number], place), name))
                     if not regions or regions[-1][0] != key:
@@ -161,6 +182,7 @@ class Simulation:
                 self._maker[id(value)] = region
             if block.kind != "full":
                 outputs = {id(value) for value in region.outputs}
+                self._discarded |= outputs
                 read = max(
                     (i for i, node in enumerate(nodes) if outputs & {id(v) for v in [*node.reads, *node.saves]}),
                     default=0,
@@ -173,24 +195,39 @@ class Simulation:
         last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.saves, *node.alive]}
         opened: set[int] = set()
         for index, node in enumerate(nodes):
+            self._layer = self._layer_of.get(id(node), _NO_LAYER)
             self._make(node)
             region = self._region_of.get(id(node))
             if region is None:
                 self._hold(node.saves)
+                self._moving.add(self._layer, self._not_discarded(node.saves))
             elif id(region) not in opened:
                 opened.add(id(region))
                 self._hold(region.inputs)
+                self._moving.add(self._layer, self._not_discarded(region.inputs))
             for value in [*node.reads, *node.writes, *node.saves, *node.alive]:
-                if last_read.get(id(value), -1) <= index and not self._holders[id(value)] and value.name != "loss":
+                is_read = last_read.get(id(value), -1) > index
+                is_held = self._holders[id(value)] > 0 and id(value) not in self._moving.on_host
+                if not is_read and not is_held and value.name != "loss":
                     self._drop(value)
             for discarded in discards.get(index, []):
                 for value in discarded.outputs:
                     self._drop(value)
+            is_end = index + 1 == len(nodes) or self._layer_of.get(id(nodes[index + 1])) != self._layer
+            if is_end and self._layer != _NO_LAYER:
+                for value in filter(self._leaves, self._moving.end_forward(self._layer)):
+                    self._moving.on_host.add(id(value))
+                    if last_read.get(id(value), -1) <= index:
+                        self._drop(value)
 
     def _backward(self, nodes: list[Node]) -> None:
         """Simulate the allocations of backward, with replays of recomputed regions."""
         gradients: dict[int, int] = {}
         for node in reversed(nodes):
+            layer = self._layer_of.get(id(node), _NO_LAYER)
+            if layer != self._layer:
+                self._layer = layer
+                self._fetch(self._moving.begin_backward(layer))
             region = self._region_of.get(id(node))
             if region is None:
                 self._restore(node.saves)
@@ -233,6 +270,8 @@ class Simulation:
 
     def _replay(self, region: Region) -> None:
         """Replay a region: its discarded outputs are allocated again, and the inputs of its backward are saved."""
+        for number in dict.fromkeys(self._layer_of[id(node)] for node in region.nodes):
+            self._fetch(self._moving.fetch(number))
         self._restore(region.inputs)
         region.is_replayed = True
         nodes = region.nodes
@@ -259,6 +298,21 @@ class Simulation:
             if id(value) not in self._present and region is not None and not region.is_replayed:
                 self._replay(region)
 
+    def _fetch(self, values: Iterable[Value]) -> None:
+        """Allocate values that are copied from the host, unless nothing needs them any more."""
+        for value in values:
+            if self._holders[id(value)] > 0 and id(value) not in self._present:
+                self._present[id(value)] = value
+                self._allocate(value.size)
+
+    def _not_discarded(self, values: Iterable[Value]) -> list[Value]:
+        """Return the values that no region discards."""
+        return [value for value in values if id(value) not in self._discarded]
+
+    def _leaves(self, value: Value) -> bool:
+        """Return True if only layers that move save a value of theirs; what others save stays on the device."""
+        return self._holders[id(value)] == self._moving.holders[id(value)]
+
     def _make(self, node: Node) -> None:
         for value in node.writes:
             if id(value) not in self._present and not value.is_view:
@@ -284,6 +338,7 @@ class Simulation:
     def _allocate(self, size: int) -> None:
         self.held += size
         self.peak = max(self.peak, self.held)
+        self._peaks[self._layer] = max(self._peaks[self._layer], self.held)
 
     def _free(self, size: int) -> None:
         self.held -= size

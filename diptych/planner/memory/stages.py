@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from diptych.planner.memory.graph import GraphBuilder
 from diptych.planner.memory.nodes import Layer, Node, Value
+from diptych.planner.memory.offload import moving_values
 from diptych.planner.memory.rule import chunk_size, rule_scratch
 from diptych.planner.memory.simulate import Gradients, Simulation
 from diptych.plans.config import TransformerConfig
@@ -66,7 +67,8 @@ def simulate_stage(
         gradients: what backward does with the gradients of parameters.
     """
     builder = _StageBuilder(config, batch, length or config.seq_length)
-    memory = Simulation(builder.length, gradients)
+    blocks = recompute_blocks(config, *get_stage_place(config, stage))
+    memory = Simulation(builder.length, gradients, moving_values(config, _layers(config, stage), blocks))
     if stage == 0:
         begin, x = builder.embedding()
     else:
@@ -77,7 +79,7 @@ def simulate_stage(
         layers[number], x = builder.layer(number, x)
     sent = Node([x], [], [] if config.deallocate_pipeline_outputs else [x])
     end = builder.head(x) if stage == num_stages(config) - 1 else [sent]
-    memory.run(begin, layers, recompute_blocks(config, *get_stage_place(config, stage)), end)
+    memory.run(begin, layers, blocks, end)
     return memory, builder
 
 
