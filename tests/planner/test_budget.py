@@ -1,5 +1,6 @@
 """The recompute of every layer within a budget of memory, against all layouts of small models."""
 
+import contextlib
 import itertools
 import random
 import re
@@ -97,8 +98,15 @@ def test_no_layout_within_the_budget_recomputes_less(name):
 
 
 KINDS = ("F", "B")
-COSTS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.sampled_from([0.0, 1.0, 2.5, 4.0]))
-"""Saved bytes, bytes of the peaks of F and B beside them, and seconds of a block."""
+COSTS = st.tuples(
+    *(st.integers(0, 9),) * 3,
+    st.sampled_from([0.0, 1.0, 2.5, 4.0]),
+    st.sampled_from([0, 0, 2, 5]),
+    st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    st.integers(0, 4),
+)
+"""Saved bytes, bytes of the peaks of F and B beside them, seconds of a block, bytes that move, seconds of F and of B of
+its first layer, and bytes by which the peaks of that layer are smaller."""
 
 
 class DrawnParts:
@@ -109,8 +117,8 @@ class DrawnParts:
         self.layers = range(first, first + count)
         self.drawn = {
             (begin, size): [
-                BlockCost(RecomputeBlock("none", ()), saved, (saved + f, saved + b), seconds)
-                for saved, f, b, seconds in data.draw(st.lists(COSTS, min_size=1, max_size=3))
+                self.cost(*drawn, may_move=size == 1 and begin < first + count - 1)
+                for drawn in data.draw(st.lists(COSTS, min_size=1, max_size=3))
             ]
             for size in (1, 2, 3)
             for begin in range(first, first + count - size + 1)
@@ -121,10 +129,27 @@ class DrawnParts:
         self.first_end = EndCost(data.draw(st.integers(0, 5)), data.draw(peaks))
         self.last_end = EndCost(data.draw(st.integers(0, 3)), data.draw(peaks))
 
+    @staticmethod
+    def cost(saved, forward, backward, seconds, moved, begin_seconds, less, may_move) -> BlockCost:
+        peaks = (saved + forward, saved + backward)
+        begin_peaks = tuple(max(0, peak - less) for peak in peaks)
+        moved = moved if may_move else 0
+        none = RecomputeBlock("none", ())
+        return BlockCost(none, saved, peaks, seconds, False, moved, begin_peaks, begin_seconds)
+
     def options(self, first: int, size: int) -> list[BlockCost]:
         return self.drawn.get((first, size), [])
 
-    def all_of(self, limits: tuple[int, int], first: int, saved: int) -> list[tuple[int, float]]:
+    def copy_waits(self, moved: int, place: int, following: BlockCost) -> float:
+        return sum(max(0.0, moved - seconds) for seconds in following.begin_seconds)
+
+    def least_wait(self, moved: int) -> float:
+        return 2 * max(0.0, moved - 3.0)
+
+    def copied_beside(self, moved: int) -> tuple[int, int]:
+        return (moved, moved)
+
+    def all_of(self, limits: tuple[int, int], first: int, saved: int, moved: int = 0) -> list[tuple[int, float]]:
         """Saved bytes and seconds of all sequences of blocks from a layer on that are within limits."""
         end = self.layers.stop
         if first == end:
@@ -135,9 +160,11 @@ class DrawnParts:
             for cost in self.options(first, size):
                 left = self.after[first - self.layers.start + size]
                 needed = [saved + a + b for a, b in zip(cost.peaks, left, strict=True)]
-                if all(a <= limit for a, limit in zip(needed, limits, strict=True)):
-                    rest = self.all_of(limits, first + size, saved + cost.saved)
-                    found += [(total, seconds + cost.seconds) for total, seconds in rest]
+                beside = [saved + moved + a + b for a, b in zip(cost.begin_peaks, left, strict=True)]
+                if all(a <= limit for a, limit in zip(needed + beside * (moved > 0), limits * 2, strict=False)):
+                    rest = self.all_of(limits, first + size, saved + cost.saved, cost.moved)
+                    wait = self.copy_waits(moved, 0, cost) if moved else 0.0
+                    found += [(total, seconds + cost.seconds + wait) for total, seconds in rest]
         return found
 
     def every(self, limits: tuple[int, int]) -> list[tuple[int, float]]:
@@ -384,6 +411,69 @@ def test_layers_save_in_8_bits_where_that_is_faster(name):
         assert with_given.config.activation_storage_layers == "1"
         assert with_given.seconds >= plan.bound
     assert "fp8" in stored
+
+
+MOVED = {
+    "one device": {"num_layers": 5},
+    "mHC": {"num_layers": 4, "enable_hyper_connections": True, "activation_storage": "fp8"},
+    "1f1b": {"num_layers": 6, "pipeline_model_parallel_size": 2},
+    "split, without prefetch": {
+        **{"num_layers": 6, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+        "tensor_offload_num_prefetch_layers": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_values_move_to_the_host_where_that_is_faster(name):
+    """No drawn choice of recompute and offload within the budget is faster."""
+    offload = {"enable_activation_offload": True, "activation_offload_min_bytes": 1000}
+    config = replace(MODEL, hidden_size=64, seq_length=256, **offload, **MOVED[name])
+    count = 1 if config.pipeline_model_parallel_size == 1 else 4
+    schedule = schedule_for(config, count)
+    machine = replace(QUICK_MACHINE, link_bandwidth=5e10)
+    times = StageTimes(machine)
+
+    def seconds(made: TransformerConfig) -> float:
+        return sum(stage.recomputed + stage.packed + stage.copied for stage in times.of(made, BATCH))
+
+    kinds = ["none", "full", "layernorm", "core_attn+mlp", "layernorm+core_attn"]
+    chosen = random.Random(3)
+    found = []
+    for _ in range(120):
+        layout = ",".join(chosen.choice(kinds) for _ in range(config.num_layers))
+        numbers = format_numbers([0, *(number for number in range(1, config.num_layers) if chosen.random() < 0.5)])
+        made = replace(config, recompute_layout=layout, activation_offload_layers=numbers, activation_storage=None)
+        found.append((max(rank_peaks(made, schedule, BATCH)), seconds(made)))
+    peaks, times_found = (np.array(each) for each in zip(*found, strict=True))
+    without = replace(config, enable_activation_offload=False)
+    moved = []
+    for share in (0.05, 0.3, 0.65):
+        budget = int(peaks.min() + share * (peaks.max() - peaks.min()))
+        plan = fit_budget(config, BATCH, budget, machine, count)
+        assert plan.peaks == rank_peaks(plan.config, schedule, BATCH)
+        assert plan.peak <= budget
+        assert plan.seconds == pytest.approx(seconds(plan.config))
+        assert plan.bound <= plan.seconds <= 1.002 * plan.bound
+        most = plan.seconds
+        with contextlib.suppress(ValueError):  # the budget may be too small for recompute alone
+            most = fit_budget(without, BATCH, budget, machine, count).seconds
+        assert plan.seconds <= 1.002 * most
+        moved.append(plan.seconds < 0.9 * most and plan.config.enable_activation_offload)
+        least = times_found[peaks <= budget - 4 * left_out(config.seq_length)].min(initial=np.inf)
+        assert plan.seconds <= 1.005 * least
+        given = replace(config, activation_offload_layers="0")
+        with contextlib.suppress(ValueError):
+            with_given = fit_budget(given, BATCH, budget, machine, count)
+            assert with_given.config.activation_offload_layers == "0"
+            assert with_given.seconds >= plan.bound
+    assert any(moved)
+
+
+def test_layers_that_move_are_fetched_at_most_one_ahead():
+    config = replace(MODEL, enable_activation_offload=True, tensor_offload_num_prefetch_layers=2)
+    with pytest.raises(ValueError, match="tensor_offload_num_prefetch_layers: expected 0 or 1 .*, got 2"):
+        fit_budget(config, BATCH, 2**30)
 
 
 def test_later_microbatches_of_one_device_have_all_gradients():

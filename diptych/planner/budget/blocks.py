@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
@@ -120,8 +121,31 @@ class StageParts:
             blocks = [*self._choices(layers)]
             costs = [self.cost(block, config) for config in self._configs for block in blocks]
             possible = [cost for cost in costs if cost is not None]
-            self._found[key] = [cost for cost in possible if not any(_beats(other, cost) for other in possible)]
+            self._found[key] = [cost for cost in possible if not any(self._beats(other, cost) for other in possible)]
         return self._found[key]
+
+    def _beats(self, other: BlockCost, cost: BlockCost) -> bool:
+        """Return True if another block is at least as good in everything, whatever comes next, and better in something.
+
+        A block whose values move makes the step wait at least as long as if the slowest layer came next.
+        """
+        pairs: list[tuple[float, float]] = [(other.saved, cost.saved), *zip(other.peaks, cost.peaks, strict=True)]
+        pairs += zip(other.begin_peaks or other.peaks, cost.begin_peaks or cost.peaks, strict=True)
+        if other.moved or not cost.moved:
+            pairs += [(other.moved, cost.moved), (other.seconds, cost.seconds)]
+        else:
+            pairs.append((other.seconds, cost.seconds + self.least_wait(cost.moved)))
+        return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+    @cached_property
+    def _slowest_layer(self) -> tuple[float, float]:
+        """The most seconds of the forward and of I, with recomputation, of any layer of the model."""
+        times = [
+            self._times.of_block(config, (config.layer(number),), RecomputeBlock("full", (number,)), self._batch)
+            for config in storage_choices(self.config)
+            for number in range(config.num_layers)
+        ]
+        return max(each.forward for each in times), max(each.input_gradient for each in times)
 
     def copy_waits(self, moved: int, place: int, following: BlockCost) -> float:
         """Return the seconds that a step waits for copies of a layer's values to the host and back.
@@ -133,6 +157,10 @@ class StageParts:
         """
         moved += self._message if place == 1 else 0
         return sum(self._times.copy_waits(self.config, moved, following.begin_seconds))
+
+    def least_wait(self, moved: int) -> float:
+        """Return the least seconds for which any block waits for copies of values of the layer before it."""
+        return sum(self._times.copy_waits(self.config, moved, self._slowest_layer))
 
     def copied_beside(self, moved: int) -> tuple[int, ...]:
         """Return the bytes of a layer's values that are on the device beside the next layer, in each kind of action."""
@@ -271,11 +299,3 @@ def _run(
     simulation = Simulation(gradients=gradients, moving=moving)
     simulation.run(first, layers, blocks, last)
     return simulation
-
-
-def _beats(other: BlockCost, cost: BlockCost) -> bool:
-    """Return True if another block is at least as good in everything and better in something."""
-    pairs = [(other.saved, cost.saved), (other.seconds, cost.seconds), (other.moved, cost.moved)]
-    pairs += [*zip(other.peaks, cost.peaks, strict=True)]
-    pairs += [*zip(other.begin_peaks or other.peaks, cost.begin_peaks or cost.peaks, strict=True)]
-    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)

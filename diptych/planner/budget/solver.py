@@ -14,6 +14,11 @@ first layer on, the solver keeps for each layer and each number of moving bytes 
 other pair with as few moving bytes beats in both, so its result is the best of all layouts. If a layer has more than
 2^14 pairs, which models of 64 layers do not reach, those within 2^-14 of the limit of each other are joined: with their
 bytes rounded up for the result, and down for the bound that no layout beats.
+
+If values of layers may move, the many numbers of moving bytes multiply the pairs. So the stage is first solved from its
+end, with moving values that need no memory beside the next layer and wait for the slowest one only. That gives the
+least seconds from each layer on for the bytes saved before it, and pairs that exceed the best known solution with them
+are left out. The best known solution begins at an estimate, and grows to the one in which nothing moves.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,6 +31,10 @@ from diptych.plans.recompute import RecomputeBlock
 
 STEPS = 2**14
 """Parts of the limit within which bytes are not told apart."""
+ESTIMATES = (0.001, 0.03, 0.3)
+"""Seconds above the least, in parts of those of the best known solution, within which a solution is sought first."""
+ROUNDING = 1e-12
+"""Part of the seconds by which sums in another order may differ."""
 
 
 class Parts(Protocol):
@@ -62,6 +71,10 @@ class Parts(Protocol):
 
     def copy_waits(self, moved: int, place: int, following: BlockCost) -> float:
         """Return the seconds for which the block at a place waits for copies of values of the layer before it."""
+        ...
+
+    def least_wait(self, moved: int) -> float:
+        """Return the least seconds for which any block waits for copies of values of the layer before it."""
         ...
 
     def copied_beside(self, moved: int) -> tuple[int, ...]:
@@ -112,21 +125,62 @@ def solve(parts: Parts, limits: Sequence[int], most_saved: int, upper: bool) -> 
     """
     if not _all_fit(parts.first_end.peaks, parts.after[0], limits):
         return None
+    endings = [_blocks_before(parts, end) for end in range(len(parts.layers) + 1)]
+    still = [[(start, cost) for start, cost in blocks if not cost.moved] for blocks in endings]
+    known = _solve(parts, still, limits, most_saved, upper)
+    if still == endings:
+        return known
+    rests = _least_rests(parts, endings, limits, most_saved)
+    least = _rest_of(rests[0], np.array([parts.first_end.saved]))[0]
+    most = np.inf if known is None else known.seconds
+    if np.isinf(least):
+        return None
+    for share in ESTIMATES:
+        estimate = least + share * (most if np.isfinite(most) else least)
+        if estimate >= most:
+            break
+        found = _solve(parts, endings, limits, most_saved, upper, (rests, estimate))
+        if found is not None and found.seconds <= estimate:
+            return found
+    found = _solve(parts, endings, limits, most_saved, upper, (rests, most))
+    return known if found is None or (known is not None and known.seconds <= found.seconds) else found
+
+
+def _blocks_before(parts: Parts, end: int) -> list[tuple[int, BlockCost]]:
+    """Return the blocks that end before a layer: the place of each one's first layer, and its cost."""
+    begin = parts.layers.start
+    return [(end - size, cost) for size in LENGTHS if size <= end for cost in parts.options(begin + end - size, size)]
+
+
+def _solve(
+    parts: Parts,
+    endings: Sequence[Sequence[tuple[int, BlockCost]]],
+    limits: Sequence[int],
+    most_saved: int,
+    upper: bool,
+    known: "tuple[list[_Rest], float] | None" = None,
+) -> Solution | None:
+    """Return the fastest of some blocks within limits, or None.
+
+    Args:
+        parts: costs of the stage's parts.
+        endings: blocks that end before each layer.
+        limits: as in solve.
+        most_saved: as in solve.
+        upper: as in solve.
+        known: least rests of every layer, and seconds that a solution may take; None: any.
+    """
     nothing = np.zeros(1, int)
     fronts: list[_Fronts] = [
         {0: _Front(np.array([parts.first_end.saved]), np.zeros(1), nothing, nothing, nothing)},
     ]
-    endings: list[list[tuple[int, BlockCost]]] = [[]]
     begin = parts.layers.start
     most = most_saved - parts.last_end.saved
     step = max(1, most) / STEPS
     for end in range(1, len(parts.layers) + 1):
-        blocks = [
-            (end - size, cost) for size in LENGTHS if size <= end for cost in parts.options(begin + end - size, size)
-        ]
         free = [limit - left for limit, left in zip(limits, parts.after[end], strict=True)]
-        fronts.append(_joined(parts, fronts, blocks, (most, free), step, upper))
-        endings.append(blocks)
+        allowed = None if known is None else (known[0][end], known[1])
+        fronts.append(_joined(parts, fronts, endings[end], (most, free), step, upper, allowed))
     last = fronts[-1].get(0)
     if last is None:
         return None
@@ -152,6 +206,56 @@ def solve(parts: Parts, limits: Sequence[int], most_saved: int, upper: bool) -> 
         place = int(front.before[place])
         end = start
     return Solution(chosen[::-1], saved, seconds, stored, moved)
+
+
+class _Rest(NamedTuple):
+    """The least seconds from a layer on: with at most so many bytes saved before it, in ascending order of both."""
+
+    saved: np.ndarray
+    seconds: np.ndarray
+
+
+def _least_rests(
+    parts: Parts, endings: Sequence[Sequence[tuple[int, BlockCost]]], limits: Sequence[int], most_saved: int
+) -> list[_Rest]:
+    """Return for every layer seconds that its blocks and those after it need at least; arguments as in _solve."""
+    count = len(parts.layers)
+    most = most_saved - parts.last_end.saved
+    step = max(1, most) / STEPS
+    ends = [limit - peak for limit, peak in zip(limits, parts.last_end.peaks, strict=True)]
+    starting: list[list[tuple[int, BlockCost]]] = [[] for _ in range(count)]
+    for end, blocks in enumerate(endings):
+        for start, cost in blocks:
+            starting[start].append((end, cost))
+    rests = [_Rest(np.array([min(most, *ends)]), np.zeros(1))] * (count + 1)
+    for start in reversed(range(count)):
+        saved = [np.zeros(0, np.int64)]
+        seconds = [np.zeros(0)]
+        for end, cost in starting[start]:
+            free = zip(limits, parts.after[end], cost.peaks, strict=True)
+            own = min(most - cost.saved, *(limit - left - peak for limit, left, peak in free))
+            saved.append(np.minimum(rests[end].saved - cost.saved, own))
+            seconds.append(rests[end].seconds + (cost.seconds + (parts.least_wait(cost.moved) if cost.moved else 0.0)))
+        rests[start] = _ascending(np.concatenate(saved), np.concatenate(seconds), step)
+    return rests
+
+
+def _ascending(saved: np.ndarray, seconds: np.ndarray, step: float) -> _Rest:
+    """Return the pairs of which no other allows as many bytes in fewer seconds.
+
+    If there are many, they are joined, with bytes rounded up.
+    """
+    left = _undominated(-saved, seconds)[::-1]
+    if len(left) > STEPS:
+        saved = (np.ceil(saved / step) * step).astype(np.int64)
+        left = _undominated(-saved, seconds)[::-1]
+    return _Rest(saved[left], seconds[left])
+
+
+def _rest_of(rest: _Rest, saved: np.ndarray) -> np.ndarray:
+    """Return the least seconds after so many saved bytes; infinite if nothing fits."""
+    place = np.searchsorted(rest.saved, saved, side="left")
+    return np.append(rest.seconds, np.inf)[place]
 
 
 def least_saved(parts: Parts) -> int:
@@ -181,6 +285,7 @@ def _joined(
     limits: tuple[int, list[int]],
     step: float,
     upper: bool,
+    allowed: tuple[_Rest, float] | None = None,
 ) -> _Fronts:
     """Return the pairs that blocks reach from earlier layers.
 
@@ -191,6 +296,7 @@ def _joined(
         limits: bytes that may be saved up to here, and those that each kind of action may need before and in a block.
         step: bytes within which pairs are joined.
         upper: see solve.
+        allowed: least seconds after the blocks, and seconds that a solution may take; None: any.
     """
     most, free = limits
     found: dict[int, list[_Front]] = {}
@@ -203,16 +309,15 @@ def _joined(
                 begins = zip(free, cost.begin_peaks or cost.peaks, parts.copied_beside(moved), strict=True)
                 limit = min(own, *(a - b - c for a, b, c in begins))
                 wait = parts.copy_waits(moved, begin, cost)
-            allowed = np.arange(np.searchsorted(front.saved, limit, side="right"))
-            found.setdefault(cost.moved, []).append(
-                _Front(
-                    front.saved[allowed] + cost.saved,
-                    front.seconds[allowed] + (cost.seconds + wait),
-                    np.full(len(allowed), number),
-                    allowed,
-                    np.full(len(allowed), moved),
-                )
-            )
+            before = np.arange(np.searchsorted(front.saved, limit, side="right"))
+            saved = front.saved[before] + cost.saved
+            seconds = front.seconds[before] + (cost.seconds + wait)
+            if allowed is not None:
+                rest, largest = allowed
+                (left,) = np.nonzero(seconds + _rest_of(rest, saved) <= largest * (1 + ROUNDING))
+                saved, seconds, before = saved[left], seconds[left], before[left]
+            same = np.ones(len(before), int)
+            found.setdefault(cost.moved, []).append(_Front(saved, seconds, number * same, before, moved * same))
     joined: _Fronts = {}
     for moved in sorted(found):
         all_ = _Front(*(np.concatenate(each) for each in zip(*found[moved], strict=True)))
