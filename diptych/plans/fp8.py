@@ -185,8 +185,12 @@ def quantize(
 
 
 def dequantize(values: np.ndarray, inverse: np.ndarray, quantization: Quantization) -> np.ndarray:
-    """Return the numbers [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them."""
-    return values.astype(np.float32) * spread(inverse, values.shape, quantization)
+    """Return the numbers [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them.
+
+    Near the largest float32, an entry that was rounded up is infinite.
+    """
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32) * spread(inverse, values.shape, quantization)
 
 
 def blocks_of(shape: tuple[int, ...], quantization: Quantization) -> tuple[int, int]:

@@ -431,7 +431,7 @@ def test_values_move_to_the_host_where_that_is_faster(name):
     config = replace(MODEL, hidden_size=64, seq_length=256, **offload, **MOVED[name])
     count = 1 if config.pipeline_model_parallel_size == 1 else 4
     schedule = schedule_for(config, count)
-    machine = replace(QUICK_MACHINE, link_bandwidth=5e10)
+    machine = replace(QUICK_MACHINE, link_bandwidth=1e11)
     times = StageTimes(machine)
 
     def seconds(made: TransformerConfig) -> float:
@@ -472,7 +472,7 @@ def test_values_move_to_the_host_where_that_is_faster(name):
 
 def test_layers_that_move_are_fetched_at_most_one_ahead():
     config = replace(MODEL, enable_activation_offload=True, tensor_offload_num_prefetch_layers=2)
-    with pytest.raises(ValueError, match="tensor_offload_num_prefetch_layers: expected 0 or 1 .*, got 2"):
+    with pytest.raises(ValueError, match=r"tensor_offload_num_prefetch_layers: expected 0 or 1 .*, got 2"):
         fit_budget(config, BATCH, 2**30)
 
 

@@ -25,6 +25,7 @@ class GraphBuilder(OperationBuilder):
         nodes = self.dropout_rows()
         item = ITEM_SIZES[self.config.params_dtype]
         embedded = self.regions.embed(nodes, embedded, table, shared, item)
+        self.first_input = [embedded]
         if self.streams == 1 and not self.config.enable_hyper_connections:
             embedded.name = "residual_streams"
             return nodes, embedded
@@ -96,7 +97,7 @@ class GraphBuilder(OperationBuilder):
                 output = self._layer_norm(nodes, output, prefix, norm)
             x = self._write(nodes, output, mixed, h_post)
             ends.append(len(nodes))
-        nodes[-1].alive.append(layer_input)
+        nodes[-1].alive += [layer_input, *self.first_input]
         return Layer(nodes, ends), x
 
     def _sublayer(self, nodes: list[Node], normed: Value, name: str, layer: LayerConfig) -> Value:

@@ -48,6 +48,8 @@ class OperationBuilder:
         self.weights = {name: math.prod(spec.shape) * ITEM_SIZES[config.params_dtype] for name, spec in specs.items()}
         self.widths = {name: spec.shape[-1] for name, spec in specs.items()}
         self.streams = config.residual_streams
+        self.first_input: list[Value] = []
+        """The embedded tokens, which a variable of the model's forward keeps alive while its layers run."""
         self._packed: dict[tuple[int, str], tuple[Value, Value]] = {}
         """Inputs of linear maps and what they are saved as, by identity and name."""
 
