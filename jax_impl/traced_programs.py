@@ -1,5 +1,6 @@
 """Programs that JAX has traced: calls inlined, and parts of them run alone."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -271,6 +272,9 @@ def _run_inlined(program: Any, args: Sequence[Any]) -> list[Any]:
         called = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
         operands = [value_of(values, atom) for atom in equation.invars]
         closed = called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, [])
-        values.update(zip(equation.outvars, _run_inlined(closed, operands), strict=True))
+        scope = str(equation.source_info.name_stack)
+        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+            results = _run_inlined(closed, operands)
+        values.update(zip(equation.outvars, results, strict=True))
     run_pending()
     return [value_of(values, atom) for atom in jaxpr.outvars]

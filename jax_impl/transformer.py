@@ -39,7 +39,7 @@ from jax_impl.ops import (
     linear,
     parameter,
 )
-from jax_impl.recompute import checkpoint_blocks, name_value
+from jax_impl.recompute import checkpoint_blocks, layer_scope, name_value
 from jax_impl.self_attention import LatentAttention, SelfAttention
 from jax_impl.tensor_parallel import WHOLE, TensorParallel
 
@@ -223,7 +223,8 @@ class TransformerBlock(nnx.Module):
         """Run the layers in recompute blocks."""
 
         def run(number: int, hidden_states: Array) -> Array:
-            return call(self.layers[str(number)], hidden_states)
+            with layer_scope(number):
+                return call(self.layers[str(number)], hidden_states)
 
         return checkpoint_blocks(run, self.config, self.vp_stage, self.pp_rank)(hidden_states)
 
@@ -253,7 +254,8 @@ class TransformerBlock(nnx.Module):
         split = {int(number): nnx.split(layer, nnx.Param) for number, layer in self.layers.items()}
 
         def run(number: int, parameters: nnx.State, hidden_states: Array, context: ForwardContext) -> Array:
-            return call(nnx.merge(split[number][0], parameters), hidden_states, context)
+            with layer_scope(number):
+                return call(nnx.merge(split[number][0], parameters), hidden_states, context)
 
         parameters = {number: params for number, (_, params) in sorted(split.items())}
         return run_offloaded(run, self.config, parameters, hidden_states, context, self.vp_stage, self.pp_rank)

@@ -212,7 +212,12 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "activations offloaded": {
-        "activations offloaded": {"enable_activation_offload": True, "activation_offload_min_bytes": 1}
+        "activations offloaded": {"enable_activation_offload": True, "activation_offload_min_bytes": 1},
+        "activations of a layer offloaded": {
+            "enable_activation_offload": True,
+            "activation_offload_min_bytes": 1,
+            "activation_offload_layers": "1",
+        },
     },
     "documents": {"documents": {"documents": True}},
     "dropout": {"dropout": {"hidden_dropout": 0.3}},

@@ -40,7 +40,7 @@ from jax_impl.pipeline.programs import (
     StagePrograms,
     Task,
 )
-from jax_impl.pipeline.saved import StageAutodiff, differentiable
+from jax_impl.pipeline.saved import MOVING, StageAutodiff, differentiable
 
 
 class _State(NamedTuple):
@@ -206,7 +206,7 @@ class _Execution:
         )
         state = vary(state, self._axes)
         return state._replace(
-            residuals={dtype: self._place_buffer(buffer) for dtype, buffer in state.residuals.items()}
+            residuals={name: self._place_buffer(name, buffer) for name, buffer in state.residuals.items()}
         )
 
     def run_slot(self, state: _State, row: Any) -> tuple[_State, None]:
@@ -321,11 +321,10 @@ class _Execution:
 
         return self._run_program_of(row.weights_stage, run, result)
 
-    def _place_buffer(self, buffer: Array) -> Array:
-        """Place a buffer on the host with activation offload if its slots are large enough, and return it."""
-        least = self._stages.min_offload_bytes
+    def _place_buffer(self, name: str, buffer: Array) -> Array:
+        """Place a buffer of values that move on the host, if its slots are large enough, and return it."""
         slot_bytes = buffer[0].size * buffer.dtype.itemsize
-        if least is None or slot_bytes < least:
+        if not name.startswith(MOVING) or slot_bytes < self._stages.min_offload_bytes:
             return buffer
         self._moved.note(slot_bytes)
         return jax.device_put(buffer, jax.memory.Space.Host)

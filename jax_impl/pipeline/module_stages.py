@@ -289,6 +289,11 @@ class ModuleProgram:
         """True: W computes the matrix products that only weight gradients need."""
         return True
 
+    def offloads(self, layer: int | None) -> bool:
+        """Return False: values that a user's stage saves stay on the device."""
+        del layer
+        return False
+
     def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``run``: jax.checkpoint in the user's function decides what is saved."""
         return run
@@ -317,7 +322,7 @@ class ModuleStages:
         ValueError: an output or the loss is not as expected.
     """
 
-    min_offload_bytes = None
+    min_offload_bytes = 0
 
     def __init__(
         self,

@@ -77,6 +77,10 @@ class StageProgram(Protocol):
         """True if W computes the matrix products that only weight gradients need; see deferred_products.py."""
         ...
 
+    def offloads(self, layer: int | None) -> bool:
+        """Return True if values that a layer saves for backward move to the host; None: those outside of layers."""
+        ...
+
     def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``run`` with the rule for what it saves for backward in a slot."""
         ...
@@ -116,8 +120,8 @@ class StagePrograms(Protocol):
         ...
 
     @property
-    def min_offload_bytes(self) -> int | None:
-        """Bytes from which a slot of saved values is in host memory; None: never."""
+    def min_offload_bytes(self) -> int:
+        """Bytes from which a slot of saved values that move is in host memory."""
         ...
 
     @property

@@ -5,7 +5,8 @@ residuals of jax.vjp that the recompute settings leave, and replays only what th
 
 The residuals are stored in slots. A pull-back of JAX is a tree whose leaves are arrays. Leaves computed from parameters
 alone (a weight, its cast to bfloat16) are available anyway and are not saved. The others are concatenated into one
-vector for each dtype, as long as the longest of all stages, so that different stages share a buffer. Backward traces
+vector for each dtype, as long as the longest of all stages, so that different stages share a buffer; those of layers
+whose values move to the host, into vectors of their own. Backward traces
 the stage again to get a pull-back with the same tree and replaces its leaves by the saved ones. XLA removes operations
 that lead only to replaced leaves.
 
@@ -28,7 +29,7 @@ from jax_impl.offload import is_on_host
 from jax_impl.pipeline.deferred_products import DeferredProducts
 from jax_impl.pipeline.packing import Packed, longest_vectors, pack, unpack
 from jax_impl.pipeline.programs import StageProgram, Task
-from jax_impl.recompute import VaryingLeaf, varying_leaves, with_leaves
+from jax_impl.recompute import varying_leaves, with_leaves
 
 
 class Forward(NamedTuple):
@@ -55,6 +56,27 @@ class Backward(NamedTuple):
     """Operands of the weight gradients, saved for W."""
 
 
+MOVING = "moving "
+"""Begins the names of packed values that move to the host."""
+
+
+class _Leaves(NamedTuple):
+    """Something for the residuals that stay on the device, and for those that move to the host."""
+
+    staying: Any
+    moving: Any
+
+
+def _joined_vectors(vectors: _Leaves) -> dict[str, Any]:
+    return vectors.staying | {MOVING + dtype: vector for dtype, vector in vectors.moving.items()}
+
+
+def _split_vectors(vectors: Mapping[str, Any]) -> _Leaves:
+    staying = {name: vector for name, vector in vectors.items() if not name.startswith(MOVING)}
+    moving = {name.removeprefix(MOVING): vector for name, vector in vectors.items() if name.startswith(MOVING)}
+    return _Leaves(staying, moving)
+
+
 class StageAutodiff:
     """The forwards and backwards of stages, for one trace of the executor.
 
@@ -70,12 +92,17 @@ class StageAutodiff:
         self._keep = keep
         self._taps = {program: program.tap_shapes(task, x) if split else {} for program in programs}
         self._residual_leaves = {
-            program: self._find_residuals(program, task, x) if keep == "residuals" else [] for program in programs
+            program: self._find_residuals(program, task, x) if keep == "residuals" else _Leaves([], [])
+            for program in programs
         }
-        self.residual_shapes = longest_vectors(
-            [leaf.like for leaf in leaves] for leaves in self._residual_leaves.values()
+        self._vectors = _Leaves(
+            *(
+                longest_vectors([leaf.like for leaf in leaves] for leaves in each)
+                for each in zip(*self._residual_leaves.values(), strict=True)
+            )
         )
-        """Shapes of the packed values that a forward saves for backward."""
+        self.residual_shapes = _joined_vectors(self._vectors)
+        """Shapes of the packed values that a forward saves for backward; MOVING begins the names of those that move."""
         self._products = {
             program: self._find_products(program, task, x) for program in programs if split and program.defers_products
         }
@@ -96,8 +123,13 @@ class StageAutodiff:
             return Forward(y, {}, state)
         y, state, pull_back = self._pull_back(program, task, x)
         leaves = jax.tree.leaves(pull_back)
-        saved = [leaves[leaf.indices[0]] for leaf in self._residual_leaves[program]]
-        return Forward(y, pack(saved, self.residual_shapes), state)
+        saved = _Leaves(
+            *(
+                pack([leaves[leaf.indices[0]] for leaf in each], vectors)
+                for each, vectors in zip(self._residual_leaves[program], self._vectors, strict=True)
+            )
+        )
+        return Forward(y, _joined_vectors(saved), state)
 
     def backward(self, program: StageProgram, task: Task, x: Any, residuals: Packed, gradient: Any) -> Backward:
         """Run a full backward (B), or the part for inputs (I) if backwards are split.
@@ -133,8 +165,9 @@ class StageAutodiff:
         """Return output and gradient of the input, the gradients by name, and those of the taps."""
         y, _, pull_back = self._pull_back(program, task, x)
         if self._keep == "residuals":
-            leaves = self._residual_leaves[program]
-            pull_back = with_leaves(pull_back, leaves, unpack(residuals, [leaf.like for leaf in leaves]))
+            all_leaves = self._residual_leaves[program]
+            for leaves, packed in zip(all_leaves, _split_vectors(residuals), strict=True):
+                pull_back = with_leaves(pull_back, leaves, unpack(packed, [leaf.like for leaf in leaves]))
         gradients, dx, taps = pull_back(gradient)
         return (y if self.skips_last_forward else None, dx), gradients, taps
 
@@ -165,7 +198,7 @@ class StageAutodiff:
         y, pull_back, (others, state) = jax.vjp(run, differentiated, differentiable(x), taps, has_aux=True)
         return _joined(y, others), state, pull_back
 
-    def _find_residuals(self, program: StageProgram, task: Task, x: Any) -> list[VaryingLeaf]:
+    def _find_residuals(self, program: StageProgram, task: Task, x: Any) -> "_Leaves":
         """Return the leaves of a pull-back that depend on the microbatch."""
 
         def leaves(task: Task, x: Any) -> list[Any]:
@@ -174,7 +207,9 @@ class StageAutodiff:
         varies = jax.tree.map(lambda _: False, task)
         state = jax.tree.map(lambda _: True, task.state)
         varies = varies._replace(batch=task.batch.varying(), state=state)
-        return varying_leaves(leaves, (task, x), (varies, jax.tree.map(lambda _: True, x)))
+        found = varying_leaves(leaves, (task, x), (varies, jax.tree.map(lambda _: True, x)))
+        moving = [leaf for leaf in found if program.offloads(leaf.layer)]
+        return _Leaves([leaf for leaf in found if leaf not in moving], moving)
 
     def _find_products(self, program: StageProgram, task: Task, x: Any) -> DeferredProducts:
         """Return the split of a stage's backward into I and W."""

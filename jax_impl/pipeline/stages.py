@@ -223,6 +223,17 @@ class Program:
         jax.eval_shape(run, task, x)
         return taps.shapes
 
+    def offloads(self, layer: int | None) -> bool:
+        """Return True if values that a layer saves for backward move to the host.
+
+        Args:
+            layer: number of a layer, in the stage from which the program was made; None: embedding and head, whose
+                values move if those of all layers do.
+        """
+        if layer is None or self.config.activation_offload_layers is None:
+            return self.config.enable_activation_offload and self.config.activation_offload_layers is None
+        return self.config.layer(layer).offload
+
     def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``run`` with the rule for what it saves for backward in a slot."""
         if self.recomputes:
@@ -288,9 +299,9 @@ class Stages:
     collects_losses: bool = True
 
     @property
-    def min_offload_bytes(self) -> int | None:
-        """Bytes from which a slot of saved values is in host memory; None: never."""
-        return self.config.activation_offload_min_bytes if self.config.enable_activation_offload else None
+    def min_offload_bytes(self) -> int:
+        """Bytes from which a slot of saved values that move is in host memory."""
+        return self.config.activation_offload_min_bytes
 
     def message(self, batch: Batch) -> Array:
         """Return a message of zeros between stages, [b, T, S*D]."""

@@ -5,6 +5,7 @@ dropped ones. Values without a name are recomputed from the saved ones around th
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -276,6 +277,20 @@ class VaryingLeaf(NamedTuple):
     like: jax.ShapeDtypeStruct
     indices: tuple[int, ...]
     """Indices of the results that are equal to it."""
+    layer: int | None
+    """The last layer whose forward computes or reads it, see layer_scope; None: no layer."""
+
+
+_LAYER = "layer"
+
+
+def layer_scope(number: int) -> contextlib.AbstractContextManager:
+    """Return a context that names the operations of a layer, for varying_leaves and for profiles.
+
+    Args:
+        number: number of the layer.
+    """
+    return jax.named_scope(f"{_LAYER} {number}")
 
 
 def varying_leaves(function: Callable[..., Sequence[Any]], args: Any, varies: Any) -> list[VaryingLeaf]:
@@ -294,12 +309,18 @@ def varying_leaves(function: Callable[..., Sequence[Any]], args: Any, varies: An
     for equation in traced.eqns:
         if any(not isinstance(v, Literal) and v in varying for v in equation.invars):
             varying.update(equation.outvars)
+    layers: dict[Any, int] = {}
+    for equation in traced.eqns:
+        numbers = [int(number) for number in re.findall(rf"{_LAYER} (\d+)", str(equation.source_info.name_stack))]
+        for variable in [*equation.invars, *equation.outvars] if numbers else ():
+            if not isinstance(variable, Literal):
+                layers[variable] = max(numbers[-1], layers.get(variable, 0))
     indices: dict[Any, list[int]] = {}
     for index, variable in enumerate(traced.outvars):
         if not isinstance(variable, Literal) and variable in varying:
             indices.setdefault(variable, []).append(index)
     return [
-        VaryingLeaf(jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype), tuple(equal))
+        VaryingLeaf(jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype), tuple(equal), layers.get(variable))
         for variable, equal in indices.items()
     ]
 

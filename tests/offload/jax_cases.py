@@ -101,7 +101,8 @@ SLOW = {
 def check(config: TransformerConfig, m: int, options: dict) -> None:
     """Loss and every gradient are those without offload."""
     mesh = meshes(*options.pop("sizes")) if "sizes" in options else None
-    plain = replace(config, enable_tensor_offload=False, enable_activation_offload=False)
+    stays = {"enable_activation_offload": False, "activation_offload_layers": None}
+    plain = replace(config, enable_tensor_offload=False, **stays)
     results = []
     for which in (plain, config):
         step, params, batch = made(which, m, mesh, **options)
@@ -210,6 +211,27 @@ def test_slots_of_activations_lie_on_the_host():
     step, params, batch = made(few, 3)
     step.lower(params, *batch)
     assert step.moved.arrays == 0
+
+
+def test_values_of_some_layers_lie_on_the_host():
+    """Two layers on each rank: what the first and the second save is what both save, without embedding and head."""
+    config = replace(PLAIN, **STREAMS, **MOVED, num_layers=4)
+
+    def moved(layers: str | None, **options) -> int:
+        step, params, batch = made(replace(config, activation_offload_layers=layers), 3, **options)
+        step.lower(params, *batch)
+        return step.moved.bytes
+
+    first, second, both = (moved(layers) for layers in ("0,2", "1,3", "0-3"))
+    assert 0.8 * first < second < 1.25 * first
+    assert first + second == both < moved(None)
+    assert moved("0") == first, "the slots of all ranks are as long as the longest"
+
+
+@pytest.mark.parametrize("case", ["1", "0,3"])
+def test_gradients_with_some_layers_on_the_host(case):
+    some = {"num_layers": 4, "activation_offload_layers": case}
+    check(offloaded(replace(PLAIN, **STREAMS, **RECOMPUTED, **SPLIT, **some, **MOVED), 1, True), 3, {})
 
 
 def test_lowered_for_a_gpu_it_copies_from_pinned_memory():

@@ -89,10 +89,14 @@ def describe_fit(plan: BudgetPlan) -> str:
     stored = ""
     if plan.config.activation_storage is not None:
         stored = f"; layers that save in 8 bits: {plan.config.activation_storage_layers or 'all'}"
+    moved = ""
+    if plan.config.enable_activation_offload:
+        moved = f"; layers whose saved values move to the host: {plan.config.activation_offload_layers or 'all'}"
+    work = ["recomputation", *["packing"] * bool(stored), *["waits for copies"] * bool(moved)]
     return (
         f"recompute within {plan.budget / MIB:,.1f} MiB for a rank: {plan.peak / MIB:,.1f} MiB, "
-        f"{plan.seconds * 1e3:.3g} ms of recomputation{' and packing' * bool(stored)} for a microbatch (any other "
-        f"within the budget: at least {plan.bound * 1e3:.3g} ms){stored}"
+        f"{plan.seconds * 1e3:.3g} ms of {' and '.join(work)} for a microbatch (any other within the budget: at least "
+        f"{plan.bound * 1e3:.3g} ms){stored}{moved}"
     )
 
 

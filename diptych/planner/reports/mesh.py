@@ -59,14 +59,14 @@ def print_mesh(
     largest = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
     shared = config.context_parallel_size > 1
     activations = f" Activations of a rank's part of the tokens{_gathered(config)}." * shared
-    offloaded = " Activation offload is not included." * config.enable_activation_offload
+    offloaded = " Activations on the host are not counted." * config.enable_activation_offload
     unit = memory_unit(ranks[largest].total)
     console.print(
         f"Most on pipeline rank {largest}: {ranks[largest].total / UNITS[unit]:,.1f} {unit}. Parameters, gradients and "
         f"AdamW's two moments exact, activations predicted.{activations}{offloaded} Left out: temporary buffers, "
         "messages in transit and flattened gradients."
     )
-    if num_stages(config) * num_microbatches <= MOST_SIMULATED and not config.enable_activation_offload:
+    if num_stages(config) * num_microbatches <= MOST_SIMULATED:
         peaks = rank_peaks(config, schedule, micro_batch_size)
         needed = [rank.parameters + rank.moments + peak for rank, peak in zip(ranks, peaks, strict=True)]
         largest = max(range(len(ranks)), key=needed.__getitem__)

@@ -305,6 +305,8 @@ def _settings(rng: np.random.Generator) -> tuple[dict[str, Any], set[str]]:
         settings["enable_tensor_offload"] = True
         settings["tensor_offload_num_prefetch_layers"] = int(rng.integers(0, 4))
     settings["enable_activation_offload"] = bool(rng.random() < 0.3)
+    if settings["enable_activation_offload"] and rng.random() < 0.5:
+        settings["activation_offload_layers"] = _one(rng, ("0", f"0-{layers - 1}", f"{layers // 2}"))
     return settings, uses
 
 
