@@ -25,8 +25,9 @@ from diptych.plans.model.layers import format_numbers
 from diptych.plans.recompute import NO_RECOMPUTE, RecomputeBlock, format_layout, recompute_blocks
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.placement import SCHEDULES
+from reference_torch.offload.link import Link
 from tests.backends import BACKENDS, model_gradients, normal
-from tests.planner.test_memory import measured
+from tests.planner.test_memory import allocate_outside, copy_here, measured
 
 MODEL = TransformerConfig(
     hidden_size=32, num_layers=3, num_attention_heads=2, ffn_hidden_size=64, seq_length=32, vocab_size=64
@@ -254,18 +255,28 @@ def test_no_fixed_mode_is_better_at_equal_bytes(name):
 def test_sums_of_blocks_are_those_of_the_whole_model():
     """But for bytes that the whole model has once; so what the sums do not allow, no layout needs."""
     chosen = random.Random(0)
-    for config in MODELS.values():
-        config = replace(config, num_layers=4, hidden_size=128, ffn_hidden_size=256, seq_length=128)
+    offload = {"enable_activation_offload": True, "activation_offload_min_bytes": 1}
+    for config, moves in itertools.product(MODELS.values(), ({}, offload)):
+        config = replace(config, num_layers=4, hidden_size=128, ffn_hidden_size=256, seq_length=128, **moves)
         parts = StageParts(config, 0, BATCH, StageTimes(Machine()), ("F", "B"), {})
         for layout in chosen.sample(layouts(replace(config, num_layers=2)), 12):
             made = replace(config, recompute_layout=f"{layout},{layout}")
             saved = parts.first_end.saved
             forward, backward = (a + b for a, b in zip(parts.first_end.peaks, parts.after[0], strict=True))
             peaks = [forward, backward]
+            moved = 0
             for block in recompute_blocks(made):
                 cost = parts.cost(block, config)
-                peaks += [saved + a + b for a, b in zip(cost.peaks, parts.after[block.layers[-1] + 1], strict=True)]
+                if cost is None:  # blocks of several layers do not move
+                    break
+                left = parts.after[block.layers[-1] + 1]
+                peaks += [saved + a + b for a, b in zip(cost.peaks, left, strict=True)]
+                peaks += [saved + moved + a + b for a, b in zip(cost.begin_peaks, left, strict=True)]
                 saved += cost.saved
+                moved = cost.moved
+            if cost is None:
+                continue
+            assert moved == 0, "the last layers of a stage stay"
             peaks += [saved + peak for peak in parts.last_end.peaks]
             missing = predict_memory(made, BATCH).peak - max(peaks)
             assert 0 <= missing <= left_out(config.seq_length), made.recompute_layout
@@ -468,6 +479,18 @@ def test_values_move_to_the_host_where_that_is_faster(name):
             assert with_given.config.activation_offload_layers == "0"
             assert with_given.seconds >= plan.bound
     assert any(moved)
+
+
+def test_a_plan_that_moves_values_has_the_predicted_memory(monkeypatch):
+    monkeypatch.setattr(Link, "host_memory", allocate_outside)
+    monkeypatch.setattr(Link, "copy", copy_here)
+    config = replace(MODEL, num_layers=6, hidden_size=64, seq_length=256, enable_activation_offload=True)
+    config = replace(config, activation_offload_min_bytes=1000)
+    without = replace(config, enable_activation_offload=False)
+    least, most = smallest(config, BATCH), predict_memory(without, BATCH).peak
+    plan = fit_budget(config, BATCH, (2 * least + most) // 3, replace(QUICK_MACHINE, link_bandwidth=1e11))
+    assert plan.config.activation_offload_layers is not None
+    assert plan.peak == pytest.approx(measured(plan.config, BATCH)[0].peak, rel=0.02)
 
 
 def test_layers_that_move_are_fetched_at_most_one_ahead():

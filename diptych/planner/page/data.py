@@ -161,7 +161,13 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
             "first": get_transformer_layer_offset(config, *get_stage_place(config, stage)),
             "layers": layers_by_stage(config)[stage],
             "again": describe_recomputation(config, stage),
-            **dict(zip(("F", "I", "W", "recomputed", "exchanged", "packed"), stage_times[stage], strict=True)),
+            **dict(
+                zip(
+                    ("F", "I", "W", "recomputed", "exchanged", "packed", "copied", "moved"),
+                    stage_times[stage],
+                    strict=True,
+                )
+            ),
             "saved": memory[stage].saved,
             "waiting": memory[stage].weight_gradients * schedule.splits_backward,
             "savedWithout": everything[stage].saved,
