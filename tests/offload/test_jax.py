@@ -1,6 +1,7 @@
 """Offload in JAX: what is compiled is what the plan says, and keeps what it should."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -16,7 +17,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import step_uses
 from diptych.plans.recompute import recompute_blocks
 from jax_impl.offload import OffloadedStep, layer_numbers, moves_of
-from jax_impl.recompute import residual_report
+from jax_impl.recompute import layer_scope, residual_report, varying_leaves
 from jax_impl.transformer import GPTModel
 from tests.offload.jax_support import (
     DROPPED,
@@ -260,6 +261,28 @@ def test_a_model_that_runs_its_layers_itself_is_refused(reads, moved):
 
     with pytest.raises(ValueError, match=r"loss_fn: expected a model that runs .* by .*run_offloaded, .* got one"):
         step.value_and_grad(loss, params, step.begin(params), x)
+
+
+def test_saved_values_belong_to_the_last_layer_that_reads_them():
+    """Also those inside of jitted functions; a layer's input is its own, not that of the layer before it."""
+
+    @jax.jit
+    def layer(weight, x):
+        return x + jnp.sin(jnp.cos(x @ weight))
+
+    def run(weight, x):
+        for number in range(3):
+            with layer_scope(number):
+                x = layer(weight, x)
+        return (x**3).sum()
+
+    def leaves(weight, x):
+        return jax.tree.leaves(jax.vjp(run, weight, x)[1])
+
+    arguments = jnp.ones((4, 4)), jnp.ones((2, 4))
+    found = [leaf.layer for leaf in varying_leaves(leaves, arguments, (False, True))]
+    # The input of each layer and two factors of its derivative; and a factor of the cube's.
+    assert Counter(found) == {0: 3, 1: 3, 2: 3, None: 1}
 
 
 @pytest.mark.parametrize("offload", ["enable_tensor_offload", "enable_activation_offload"])
