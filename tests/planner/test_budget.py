@@ -103,7 +103,7 @@ COSTS = st.tuples(
     *(st.integers(0, 9),) * 3,
     st.sampled_from([0.0, 1.0, 2.5, 4.0]),
     st.sampled_from([0, 4, 9]),
-    st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    st.tuples(st.integers(3, 6), st.integers(3, 6)),
     st.integers(0, 2),
 )
 """Saved bytes, bytes of the peaks of F and B beside them, seconds of a block, bytes that move, seconds of F and of B of
@@ -136,7 +136,7 @@ class DrawnParts:
         begin_peaks = tuple(max(0, peak - less) for peak in peaks)
         moved = moved if may_move else 0
         none = RecomputeBlock("none", ())
-        return BlockCost(none, saved, peaks, seconds, False, moved, begin_peaks, begin_seconds)
+        return BlockCost(none, max(0, saved - 2 * moved), peaks, seconds, False, moved, begin_peaks, begin_seconds)
 
     def options(self, first: int, size: int) -> list[BlockCost]:
         return self.drawn.get((first, size), [])
@@ -145,7 +145,7 @@ class DrawnParts:
         return sum(max(0.0, moved - seconds) for seconds in following.begin_seconds)
 
     def least_wait(self, moved: int) -> float:
-        return 2 * max(0.0, moved - 3.0)
+        return 2 * max(0.0, moved - 6.0)
 
     def copied_beside(self, moved: int) -> tuple[int, int]:
         return (moved, moved)
