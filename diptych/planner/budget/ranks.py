@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from diptych.planner.budget.solver import Parts, Solution, least_saved, solve
+from diptych.planner.budget.solver import Parts, Solution, saved_range, solve
 from diptych.planner.memory.rank_peaks import StageActions, backward_memory
 from diptych.plans.schedule.actions import Action
 
@@ -106,8 +106,9 @@ class RankSearch:
         self._parts = parts
         self._moments = moments
         self._for_bound = for_bound
-        self._least = [least_saved(each) for each in parts]
-        self._most = [_most_saved(each) for each in parts]
+        ranges = [saved_range(each) for each in parts]
+        self._least = [least for least, _ in ranges]
+        self._most = [most for _, most in ranges]
         self.microbatches = 1 + max(sum(moment.in_flight) for each in moments for moment in each)
         """Largest number of microbatches of which the rank has saved values."""
         self._solved: dict[tuple[int, ...], Solution | None] = {}
@@ -209,9 +210,3 @@ class RankSearch:
 def _seconds(stages: Iterable[Solution]) -> float:
     """Return the seconds of recomputation of stages together."""
     return sum(stage.seconds for stage in stages)
-
-
-def _most_saved(parts: Parts) -> int:
-    """Return the bytes that a stage saves if it recomputes nothing."""
-    layers = (max(cost.saved for cost in parts.options(number, 1)) for number in parts.layers)
-    return parts.first_end.saved + sum(layers) + parts.last_end.saved

@@ -258,20 +258,19 @@ def _rest_of(rest: _Rest, saved: np.ndarray) -> np.ndarray:
     return np.append(rest.seconds, np.inf)[place]
 
 
-def least_saved(parts: Parts) -> int:
-    """Return the bytes that a stage saves at least."""
-    begin = parts.layers.start
-    least = [parts.first_end.saved]
+def saved_range(parts: Parts) -> tuple[int, int]:
+    """Return the bytes that a stage saves at least and at most."""
+    ranges = [(parts.first_end.saved, parts.first_end.saved)]
     for end in range(1, len(parts.layers) + 1):
-        least.append(
-            min(
-                least[end - size] + cost.saved
-                for size in LENGTHS
-                if size <= end
-                for cost in parts.options(begin + end - size, size)
+        blocks = _blocks_before(parts, end)
+        ranges.append(
+            (
+                min(ranges[start][0] + cost.saved for start, cost in blocks),
+                max(ranges[start][1] + cost.saved for start, cost in blocks),
             )
         )
-    return least[-1] + parts.last_end.saved
+    least, most = ranges[-1]
+    return least + parts.last_end.saved, most + parts.last_end.saved
 
 
 def _all_fit(peaks: Sequence[int], left: Sequence[int], limits: Sequence[int]) -> bool:
