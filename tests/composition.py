@@ -104,6 +104,7 @@ def _full(method: str, **more: Any) -> dict[str, Any]:
 
 
 HYPER = {"enable_hyper_connections": True, "num_residual_streams": 2}
+_MOVED = {"enable_activation_offload": True, "activation_offload_min_bytes": 1}
 DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
     "schedule": {
         "gpipe": _schedule("gpipe"),
@@ -212,12 +213,8 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "activations offloaded": {
-        "activations offloaded": {"enable_activation_offload": True, "activation_offload_min_bytes": 1},
-        "activations of a layer offloaded": {
-            "enable_activation_offload": True,
-            "activation_offload_min_bytes": 1,
-            "activation_offload_layers": "1",
-        },
+        "activations offloaded": _MOVED,
+        "activations of a layer offloaded": _MOVED | {"activation_offload_layers": "1"},
     },
     "documents": {"documents": {"documents": True}},
     "dropout": {"dropout": {"hidden_dropout": 0.3}},
