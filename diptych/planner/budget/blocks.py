@@ -98,9 +98,9 @@ class StageParts:
         first = get_transformer_layer_offset(config, *get_stage_place(config, stage))
         self.layers = range(first, first + layers_by_stage(config)[stage])
         self._settings = {number: config.layer(number) for number in self.layers}
-        self._message = 0 if self._is_first else stage_builder(config, batch).hidden().size
         self._staying = self.layers[-config.tensor_offload_num_prefetch_layers - 1 :]
         """Layers whose values do not move; see diptych.planner.memory.offload."""
+        self._message_copied = 0 if self._is_first or not self.layers else self._copied_of_message()
         last = self._simulate_last()
         self.first_end = self._first_end()
         """The embedding, or the input of a later stage, which its first block saves."""
@@ -115,8 +115,7 @@ class StageParts:
     def options(self, first: int, size: int) -> list[BlockCost]:
         """Return the costs of blocks of ``size`` layers from a layer on, none of which another beats in everything."""
         layers = range(first, first + size)
-        has_message = first == self.layers.start and not self._is_first
-        key = (*(self._settings[number] for number in layers), first in self._staying, has_message)
+        key = (*(self._settings[number] for number in layers), first in self._staying, self._reads_message(layers))
         if key not in self._found:
             blocks = [*self._choices(layers)]
             costs = [self.cost(block, config) for config in self._configs for block in blocks]
@@ -137,6 +136,20 @@ class StageParts:
             pairs.append((other.seconds, cost.seconds + self.least_wait(cost.moved)))
         return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
+    def _reads_message(self, layers: Sequence[int]) -> bool:
+        """Return True if a block of layers reads the message to the stage."""
+        return layers[0] == self.layers.start and not self._is_first
+
+    def _copied_of_message(self) -> int:
+        """Return the bytes of the message to the stage if it is copied to the host with the first layer's values."""
+        number = self.layers.start
+        block = RecomputeBlock("none", (number,))
+        moving = layers_that_move(self.config, block.layers, [block]).difference(self._staying)
+        if not moving:
+            return 0
+        copied = self._times.of_block(self.config, (self._settings[number],), block, self._batch).moved
+        return copied - self._simulate_block(block, self.config, moving)["allocated"].moved
+
     @cached_property
     def _slowest_layer(self) -> tuple[float, float]:
         """The most seconds of the forward and of I, with recomputation, of any layer of the model."""
@@ -151,11 +164,11 @@ class StageParts:
         """Return the seconds that a step waits for copies of a layer's values to the host and back.
 
         Args:
-            moved: bytes of the values, without the message to the stage.
+            moved: bytes of the values, without the message to the stage, which also stays on the device.
             place: place of the next block, in layers of the stage.
             following: the next block.
         """
-        moved += self._message if place == 1 else 0
+        moved += self._message_copied if place == 1 else 0
         return sum(self._times.copy_waits(self.config, moved, following.begin_seconds))
 
     def least_wait(self, moved: int) -> float:
@@ -188,16 +201,13 @@ class StageParts:
         settings = tuple(config.layer(number) for number in block.layers)
         times = self._times.of_block(config, settings, block, self._batch)
         first = simulations["allocated"]
-        moved = first.moved
-        if moved and self.layers.start in block.layers:
-            moved -= self._message  # it also stays, for its gradient
         return BlockCost(
             block,
-            sum(first.saved_by_name.values()) - moved,
+            sum(first.saved_by_name.values()) - first.moved,
             self._peaks(simulations),
             times.recomputed + times.packed,
             all(layer.storage is not None for layer in settings),
-            moved,
+            first.moved,
             self._peaks(simulations, min(block.layers)),
             self._times.first_layer(config, settings, block, self._batch),
         )
@@ -209,7 +219,7 @@ class StageParts:
         for gradients in self._gradients:
             builder = stage_builder(config, self._batch)
             x = builder.hidden()
-            begin = [Node([], [x])]
+            begin = [Node([], [x], [x] if self._reads_message(block.layers) else [])]  # it stays for its gradient
             layers = {}
             for number in block.layers:
                 layers[number], x = builder.layer(number, x)
