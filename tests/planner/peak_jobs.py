@@ -3,12 +3,14 @@
 import torch
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.offload import rank_uses
 from reference_torch.p2p import P2PCommunicator
 from reference_torch.pending_sends import PendingSends
 from reference_torch.pipeline import get_forward_backward_func, get_model
 from reference_torch.recompute import measure_memory
-from reference_torch.stage import model_provider
+from reference_torch.stage import model_provider, offload_layers
 from tests.pipeline.jobs import Case, forward_step, groups_of, microbatches
+from tests.planner.host_memory import uncounted_host
 
 
 def measure_step(config: TransformerConfig, count: int, size: int) -> int:
@@ -20,8 +22,10 @@ def measure_step(config: TransformerConfig, count: int, size: int) -> int:
     assert groups.pp is not None
     link = P2PCommunicator(groups.pp, config)
     link._senders = PendingSends(lingers=True)  # the profiler does not see what another thread frees
+    manager = offload_layers(stages, config)
 
     def step() -> None:
+        manager.expect(rank_uses(config, count, groups.pp_rank))
         get_forward_backward_func(config)(
             forward_step_func=forward_step,
             data_iterator=[iter(data) for _ in stages] if isinstance(built, list) else iter(data),
@@ -40,7 +44,9 @@ def measure_step(config: TransformerConfig, count: int, size: int) -> int:
         step()
         return torch.zeros(())
 
-    step()
-    found = [measure_memory(run, lambda _: None).peak for _ in range(3)]
+    with uncounted_host():
+        step()
+        found = [measure_memory(run, lambda _: None).peak for _ in range(3)]
     link.close()
+    manager.close()
     return min(found)

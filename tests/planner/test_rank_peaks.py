@@ -33,7 +33,16 @@ CASES = {
     "interleaved": ("interleaved", "experts", "none", "float32", TWO_STAGES),
     "some split": ("dualpipe-v", "attention", "full block", "float32", {**TWO_STAGES, "num_layers": 8}),
 }
-DAILY = ("1f1b", "split in a V")
+MOVED = {
+    "enable_activation_offload": True,
+    "activation_offload_min_bytes": 1000,
+    "activation_offload_layers": "0-1,4-5",
+}
+CASES |= {
+    "values on the host": ("1f1b", "attention", "none", "float32", {"num_layers": 8, **MOVED}),
+    "split, values on the host": ("zb-h1", "gdn", "without mhc", "float32", {"num_layers": 8, **MOVED}),
+}
+DAILY = ("1f1b", "split in a V", "values on the host")
 BATCH = 4
 COUNT = 4
 
