@@ -38,6 +38,7 @@ PIPELINES = {
     "interleaved": {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tt|t|tL"},
     "zb-h1, full recompute": {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_layout": "Ettt|ttL"}
     | MODES["full"],
+    "zb-h1": {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_layout": "Ettt|ttL"} | ACTIVATIONS,
     "1f1b, mhc recomputed": {"pipeline_model_parallel_layout": "Ettt|ttL"} | MODES["mhc"] | ACTIVATIONS,
 }
 

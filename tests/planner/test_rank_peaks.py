@@ -42,7 +42,7 @@ CASES |= {
     "values on the host": ("1f1b", "attention", "none", "float32", {"num_layers": 8, **MOVED}),
     "split, values on the host": ("zb-h1", "gdn", "without mhc", "float32", {"num_layers": 8, **MOVED}),
 }
-DAILY = ("1f1b", "split in a V", "values on the host")
+DAILY = ("1f1b", "split in a V", "split, values on the host")
 BATCH = 4
 COUNT = 4
 
