@@ -101,11 +101,13 @@ def memory_of(tensor: Tensor) -> "OffloadedMemory | None":
 def host_value(tensor: Tensor) -> Tensor:
     """Return a tensor with the current bytes of ``tensor`` that can be read or written without a fetch.
 
-    It is the host copy if the memory is on the host, else the tensor itself.
+    It is the host copy if the memory is on the host, else the tensor itself. A copy that is on its way ends first; it
+    would otherwise bring the bytes from before a write.
     """
     memory = memory_of(tensor)
     if memory is None:
         return tensor
+    memory.wait_for_copies()
     if not memory.is_on_device:
         return memory.host_view(tensor)
     with torch._C.DisableTorchFunctionSubclass():
@@ -301,6 +303,11 @@ class OffloadedMemory:
             target = self.device_storage
         self._incoming = target, self._link.copy(target, self.host)
         return self.nbytes
+
+    def wait_for_copies(self) -> None:
+        """Wait for a copy to the device or to the host that is on its way."""
+        self.wait_for_fetch()
+        self.finish_eviction()
 
     def wait_for_fetch(self) -> None:
         """Wait for the copy to the device, after which the tensors can be read."""

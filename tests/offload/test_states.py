@@ -4,11 +4,13 @@ import copy
 import gc
 import pickle
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from diptych.plans.config import TrainConfig
 from diptych.plans.offload import Use, plan_offload, step_uses
 from reference_torch.offload import (
     OffloadError,
@@ -17,8 +19,21 @@ from reference_torch.offload import (
     host_value,
     initialize_offload_manager,
 )
+from reference_torch.offload.link import Link
 from reference_torch.offload.memory import OffloadedParameter
-from tests.offload.support import LAYERS, WIDTH, Layer, assert_as_planned, assert_equal_state, batch, build, train
+from reference_torch.train import Trainer
+from tests.backends import tiny_corpus
+from tests.offload.support import (
+    CONFIG,
+    LAYERS,
+    WIDTH,
+    Layer,
+    assert_as_planned,
+    assert_equal_state,
+    batch,
+    build,
+    train,
+)
 
 
 def test_o8_no_grad_and_eval_leave_it_clean(managers):
@@ -320,3 +335,22 @@ def test_o10_a_model_may_call_the_hooks_itself():
     train(plain, 2)
     assert_equal_state(ours, plain)
     manager.close()
+
+
+def test_a_checkpoint_is_read_while_copies_are_on_their_way(tmp_path, monkeypatch):
+    """After a step, a layer is on its way to the device and another to the host; both take the new numbers."""
+    model = replace(CONFIG, num_layers=4)
+    settings = TrainConfig(global_batch_size=2, micro_batch_size=2, train_iters=4)
+    plain, moved = (
+        Trainer(replace(model, enable_tensor_offload=offloads), settings, tiny_corpus(), device="cpu")
+        for offloads in (False, True)
+    )
+    plain.train_step(0)
+    plain.save(tmp_path)
+    monkeypatch.setattr(Link, "delay", lambda _, nbytes: 0.002)
+    moved.train_step(1)
+    assert moved.resume(tmp_path) == 1
+    ours, theirs = moved.train_step(1), plain.train_step(1)
+    assert (ours.loss, ours.grad_norm) == (theirs.loss, theirs.grad_norm)
+    for ours, theirs in zip(moved.stages[0].parameters(), plain.stages[0].parameters(), strict=True):
+        assert torch.equal(ours.detach(), theirs.detach())
