@@ -21,7 +21,7 @@ from reference_torch.offload.interruptions import ObservedCall
 from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import OffloadError
 from reference_torch.offload.memory import gradient_node
-from reference_torch.offload.writes import OwnHook
+from reference_torch.offload.writes import UseHook
 from reference_torch.recompute import before_replay
 from reference_torch.recompute.internals import (
     is_differentiated_by_func_transform,
@@ -180,7 +180,7 @@ class LayerObserver:
             if parameter.requires_grad and index not in self._watched:
                 self._watched.add(index)
                 note = weak_method(self._note_gradient)  # avoids a reference cycle
-                self.handles.append(parameter.register_hook(OwnHook(note, index)))
+                self.handles.append(parameter.register_hook(UseHook(note, index)))
 
     def expected_gradients(self) -> set[int]:
         """Return the indices of the parameters whose gradients the running backward computes."""

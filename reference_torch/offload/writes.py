@@ -15,6 +15,10 @@ class OwnHook(partial):
     """A hook of offload on the gradient of a parameter, which writes no parameter."""
 
 
+class UseHook(OwnHook):
+    """A hook of offload that notes that backward has reached a parameter; it does not need the gradient."""
+
+
 def possible_statistics(parts: Iterable[nn.Module]) -> Iterator[Tensor]:
     """Return the tensors of a layer that its forward may pass, as vectors, to F.batch_norm as running statistics.
 
@@ -53,4 +57,4 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         return True
     hooks = parameter._backward_hooks
-    return bool(hooks) and any(type(hook) is not OwnHook for hook in hooks.values())
+    return bool(hooks) and any(not isinstance(hook, OwnHook) for hook in hooks.values())

@@ -24,7 +24,7 @@ from diptych.plans.fp8 import ProductRecipe
 from diptych.plans.schedule.messages import PipelineError
 from reference_torch.activation_storage import PackedProducts, packed_linear
 from reference_torch.fp8 import ALONE, Fp8Products, SharingRanks, fp8_linear
-from reference_torch.offload.writes import OwnHook
+from reference_torch.offload.writes import UseHook
 
 
 class DeferredWeightGradients(TorchFunctionMode):
@@ -298,13 +298,13 @@ def _may_defer() -> bool:
 def _is_deferrable(weight: Tensor, parameter: Tensor) -> bool:
     """Return True if the gradient of a weight can be deferred.
 
-    It must be real. Hooks of a weight need the gradient, and only autograd calls them; those of offload only note that
-    backward has reached the weight, and autograd calls them without a gradient.
+    It must be real. Hooks of a weight need the gradient, and only autograd calls them; those that note the
+    use of an offloaded layer do not need it. Offloaded gradients do: they are fetched before backward adds to them.
     """
     if not isinstance(parameter, torch.nn.Parameter):  # a weight from another stage, whose gradient is sent back
         return False
     hooks = (weight._backward_hooks, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-    others = [hook for each in hooks if each for hook in each.values() if not isinstance(hook, OwnHook)]
+    others = [hook for each in hooks if each for hook in each.values() if not isinstance(hook, UseHook)]
     return not weight.is_complex() and not others
 
 
