@@ -8,6 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from diptych.plans.offload import Use, step_uses
+from diptych.plans.schedule.csv import schedule_from_csv
+from reference_torch.offload import offload_modules
+from reference_torch.pipeline import PipelineExecutor
 from reference_torch.rank_pool import RankPool
 from reference_torch.recompute import CheckpointWithoutOutput, MHCBlockRecomputeManager, lazy_restore
 from tests.offload.support import (
@@ -49,6 +52,33 @@ def test_o11_pipelines():
     with RankPool(2, preload=("torch.distributed", "tests.offload.jobs")) as pool:
         for cut in PIPELINES.values():
             check_a_step(replace(CONFIG, **cut, pipeline_model_parallel_size=2), pool)
+
+
+SPLIT_TABLE = "0F0,1F0,1I0,0I0,0F1,1F1,1W0,1I1,0W0,0I1,1W1,0W1"
+"""Two stages on one rank; W of the first microbatch comes after other layers have run."""
+
+
+def _stages():
+    torch.manual_seed(0)
+    return [nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))) for _ in range(2)]
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_gradients_on_the_host_and_a_split_backward(parameters):
+    """W would add to a gradient on the host, so I computes the gradients of these layers."""
+    plain, ours = _stages(), _stages()
+    settings = {"parameters": parameters, "gradients": True, "num_prefetch_layers": 0}
+    managers = [offload_modules(stage, ["*"], **settings) for stage in ours]
+    for _ in range(3):
+        for stages in (plain, ours):
+            table = schedule_from_csv(SPLIT_TABLE)
+            pipeline = PipelineExecutor(stages, table, loss_fn=lambda out, target: out.square().sum())
+            pipeline.step([torch.linspace(0, 1 + n, 16).view(2, 8) for n in range(2)])
+        for a, b in zip(*(nn.ModuleList(stages).parameters() for stages in (plain, ours)), strict=True):
+            assert torch.equal(a.grad, b.grad)
+    for manager, stage in zip(managers, ours, strict=True):  # 3 steps of 2 microbatches; parameters do not change
+        assert manager.stats["bytes_out"] == 3 * 2 * sum(parameter.nbytes for parameter in stage.parameters())
+        manager.close()
 
 
 def test_o11_several_microbatches_in_flight(managers):
