@@ -4,7 +4,9 @@
 
 Each step is forward and backward of one sequence of B=1, H=4, K=V=64 in float32 on one thread. The recurrence is
 ``recurrent_*`` of this project, a loop over unbound tokens in PyTorch and a scan in JAX. A second PyTorch loop computes
-its products by einsum. The variants run in alternation, and times are medians.
+its products by einsum. Beside GDN in PyTorch run, where they are installed, two chunked forms in plain PyTorch that
+others use without a GPU: the fallback of transformers (Qwen3-Next), and naive_chunk_gated_delta_rule of
+flash-linear-attention. The variants run in alternation, and times are medians.
 """
 
 import os
@@ -12,10 +14,13 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
+import importlib.util
 import json
+import runpy
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +89,33 @@ def einsum_step(rule: str, length: int) -> Step:
     return step
 
 
+def peer_steps(rule: str, length: int) -> dict[str, Step]:
+    """Return steps of chunked forms in plain PyTorch that this project did not write, by name; {} for KDA.
+
+    Raises:
+        AssertionError: their outputs are not those of this project.
+    """
+    found: dict[str, Callable[..., Any]] = {}
+    if rule == "GDN" and importlib.util.find_spec("transformers"):
+        qwen = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+        found["transformers"] = qwen.torch_chunk_gated_delta_rule
+    fla = importlib.util.find_spec("fla") if rule == "GDN" else None
+    if fla is not None and fla.submodule_search_locations:  # the package itself needs a GPU to be imported
+        file = Path(fla.submodule_search_locations[0], "ops/gated_delta_rule/naive.py")
+        found["fla, naive"] = runpy.run_path(str(file))["naive_chunk_gated_delta_rule"]
+    inputs = [torch.from_numpy(x).requires_grad_() for x in arrays(rule, length)]
+    cotangent = torch.from_numpy(arrays(rule, length)[2])
+    q, k, v, g, beta = inputs
+    for function in found.values():
+        ours = reference_torch.delta_rule.chunk_gated_delta_rule(*inputs)[0]
+        torch.testing.assert_close(function(q, k, v, g=g, beta=beta)[0], ours, rtol=1e-4, atol=1e-4)
+
+    def step(function: Callable[..., Any]) -> Any:
+        return torch.autograd.grad(function(q, k, v, g=g, beta=beta)[0], inputs, cotangent)
+
+    return {name: partial(step, function) for name, function in found.items()}
+
+
 def jax_step(rule: str, form: str, length: int, **options: Any) -> Step:
     """Return a compiled step in JAX."""
     function = getattr(jax_impl.delta_rule, f"{form}_{RULES[rule]}")
@@ -125,6 +157,7 @@ def compare_with_recurrence() -> list[dict[str, Any]]:
             }
             if backend == "torch":
                 variants["recurrent, einsum"] = einsum_step(rule, LENGTH)
+                variants |= peer_steps(rule, LENGTH)
             seconds = medians(variants)
             rows.append({"backend": backend, "rule": rule, "seconds": seconds})
     return rows
@@ -167,17 +200,16 @@ def saved_bytes() -> list[dict[str, Any]]:
 def show(console: Console, rows: list[dict], growing: list[dict], saved: list[dict]) -> None:
     """Print the tables and draw the picture."""
     table = Table(title=f"Forward and backward, ms: T={LENGTH}, H={HEADS}, K=V={WIDTH}, float32")
-    variants = list(rows[0]["seconds"])
-    for name in ("", *variants, "recurrent / chunked", "einsum / chunked"):
-        table.add_column(name, justify="right")
+    variants = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+    for name in ("", *variants):
+        table.add_column(f"{name}, / chunked" if name else "", justify="right")
     for row in rows:
         seconds = row["seconds"]
-        times = [f"{1000 * seconds[name]:.0f}" if name in seconds else "" for name in variants]
-        ratios = [
-            f"{seconds[name] / seconds['chunked']:.1f}x" if name in seconds else ""
-            for name in ("recurrent", "recurrent, einsum")
+        times = [
+            f"{1000 * seconds[name]:.0f}, {seconds[name] / seconds['chunked']:.1f}x" if name in seconds else ""
+            for name in variants
         ]
-        table.add_row(f"{row['backend']} {row['rule']}", *times, *ratios)
+        table.add_row(f"{row['backend']} {row['rule']}", *times)
     console.print(table)
     for row in growing:
         listed = ", ".join(f"{1000 * s:.0f}" for s in row["seconds"])

@@ -84,10 +84,20 @@ class Segment:
 
     def to_tokens(self, x: Tensor, batch: int) -> Tensor:
         """Reshape chunks to tokens, the inverse of to_chunks."""
-        chunks, rows, size, width = x.shape
-        x = x.view(chunks, batch, rows // batch, size, width).permute(1, 0, 3, 2, 4)
-        x = x.reshape(batch, chunks * size, rows // batch, width)
+        x = self._by_slot(x, batch).flatten(1, 2)
         return x if self.slot is None else x.index_select(1, self.slot)
+
+    def write_tokens(self, target: Tensor, x: Tensor) -> None:
+        """Write chunks into the tokens of this segment in ``target`` [B, T, H, D]."""
+        own = self.slice_tokens(target)
+        if self.slot is None:
+            own.unflatten(1, (len(x), self.chunk_size)).copy_(self._by_slot(x, len(target)))
+        else:
+            own.copy_(self.to_tokens(x, len(target)))
+
+    def _by_slot(self, x: Tensor, batch: int) -> Tensor:
+        """Return a view [B, n, chunk_size, H, D] of chunks."""
+        return x.unflatten(1, (batch, x.shape[1] // batch)).permute(1, 0, 3, 2, 4)
 
     def terms(self, arguments: Arguments, options: DeltaRuleOptions) -> ChunkTerms:
         """Return the terms of the chunks from the arguments of this segment."""
@@ -268,10 +278,10 @@ class _Replayed(torch.autograd.Function):
             if exchange is not None and segment is layout.segments[-1]:
                 exchange.begin(_stacked(states, len(states)))
                 exchange.overlapped_work = partial(_replay_last_segment, ctx)
-            output = segment.to_tokens(outputs(terms, scanned), len(v))
-            segment.slice_tokens(o).copy_(output[..., : v.shape[-1]])
+            output = outputs(terms, scanned)
+            segment.write_tokens(o, output[..., : v.shape[-1]])
             if transition_output is not None and segment.num_transition_columns:
-                segment.slice_tokens(transition_output).copy_(output[..., v.shape[-1] :])
+                segment.write_tokens(transition_output, output[..., v.shape[-1] :])
         widths = dict.fromkeys(state.shape[-1] for state in segment_starts[1:])  # with and without transition columns
         stacks = [torch.stack([state for state in segment_starts[1:] if state.shape[-1] == width]) for width in widths]
         ctx.save_for_backward(initial, *arguments, *stacks)
@@ -289,7 +299,7 @@ class _Replayed(torch.autograd.Function):
         arguments = saved.arguments
         width = arguments.v.shape[-1]
         _, _, wants_initial, *needs_grad = ctx.needs_input_grad
-        sums = _zero_gradients(arguments, needs_grad)
+        found = _new_gradients(arguments, needs_grad)
         d_states = layout.split_states(d_finals, arguments.v)
         for index, segment in reversed(list(enumerate(layout.segments))):
             replay = replay or _replay_segment(layout, saved, needs_grad, index)
@@ -298,9 +308,9 @@ class _Replayed(torch.autograd.Function):
                 if d is not None and (d is d_output or segment.num_transition_columns):
                     d_segment[..., columns] = segment.to_chunks(segment.slice_tokens(d).to(d_segment.dtype))
             d_terms = scan_chunks_backward(replay.terms, segment.owners, replay.scanned, d_segment, d_states)
-            _add_gradients(replay, d_terms, segment, sums)
+            _write_gradients(replay, d_terms, segment, found)
             replay = None
-        gradients = [sums[name].to(x.dtype) if name in sums else None for name, x in arguments._asdict().items()]
+        gradients = [found[name].to(x.dtype) if name in found else None for name, x in arguments._asdict().items()]
         d_initial = _stacked(d_states, len(saved.initial)) if wants_initial else None
         return None, None, d_initial, *gradients
 
@@ -359,23 +369,30 @@ def _replay_last_segment(ctx: Any) -> None:
     ctx.replayed_last = saved, _replay_segment(ctx.layout, saved, needs_grad, len(ctx.layout.segments) - 1)
 
 
-def _zero_gradients(arguments: Arguments, needs_grad: Sequence[bool]) -> dict[str, Tensor]:
-    """Return zeros to which segments add the wanted gradients; gate parameters sum in at least float32."""
-    sums = {}
+_OF_GATE = ("A_log", "dt_bias")
+"""Arguments of all tokens, whose gradients are sums over segments; the others have a gradient for each token."""
+
+
+def _new_gradients(arguments: Arguments, needs_grad: Sequence[bool]) -> dict[str, Tensor]:
+    """Return memory for the wanted gradients: zeros for gate parameters, in at least float32."""
+    found = {}
     for (name, x), needs in zip(arguments._asdict().items(), needs_grad, strict=True):
-        if needs:
-            is_gate = name in ("A_log", "dt_bias")
-            sums[name] = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32) if is_gate else x.dtype)
-    return sums
+        if needs and name in _OF_GATE:
+            found[name] = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        elif needs:
+            found[name] = torch.empty_like(x)
+    return found
 
 
-def _add_gradients(replay: _Replay, d_terms: ChunkTerms, segment: Segment, sums: dict[str, Tensor]) -> None:
-    """Add the gradients of one segment, computed from those of its terms."""
-    pairs = [(term, d) for term, d in zip(replay.connected, d_terms, strict=True) if term.requires_grad]
-    if not sums or not pairs:
+def _write_gradients(replay: _Replay, d_terms: ChunkTerms, segment: Segment, found: dict[str, Tensor]) -> None:
+    """Write the gradients of a segment's tokens, computed from those of its terms, and add those of the gate."""
+    if not found:
         return
-    leaves = [getattr(replay.leaves, name) for name in sums]
+    pairs = [(term, d) for term, d in zip(replay.connected, d_terms, strict=True) if term.requires_grad]
+    leaves = [getattr(replay.leaves, name) for name in found]
     gradients = torch.autograd.grad([x for x, _ in pairs], leaves, [d for _, d in pairs])
-    for (name, total), gradient in zip(sums.items(), gradients, strict=True):
-        target = total if name in ("A_log", "dt_bias") else segment.slice_tokens(total)
-        target += gradient
+    for (name, total), gradient in zip(found.items(), gradients, strict=True):
+        if name in _OF_GATE:
+            total += gradient
+        else:
+            segment.slice_tokens(total).copy_(gradient)

@@ -60,7 +60,9 @@ def chunk_terms(
         g: log decay, per channel or per head. [n, R, C, K or 1]
         beta: fraction of the error that is corrected. [n, R, C, 1]
     """
-    a_qk, a_kk = (_products_by_channel if g.shape[-1] > 1 else _products_by_head)(q, k, g)
+    if g.shape[-1] == 1:
+        return ChunkTerms(*_TermsByHead.apply(q, k, v, g, beta))
+    a_qk, a_kk = _products_by_channel(q, k, g)
     from_start = g.cumsum(-2).exp()
     to_end = _sums_after(g).exp()
     inverse = _Inverse.apply(beta * a_kk)
@@ -96,8 +98,7 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a):
-        identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-        inverse = torch.linalg.solve_triangular(a, identity, upper=False, unitriangular=True)
+        inverse = _inverse(a)
         ctx.save_for_backward(inverse)
         return inverse
 
@@ -108,19 +109,64 @@ class _Inverse(torch.autograd.Function):
         return -(inverse.mT @ grad @ inverse.mT).tril(-1)
 
 
+def _inverse(a: Float[Tensor, "*b c c"]) -> Float[Tensor, "*b c c"]:
+    """Return (I + a)^-1 of a strictly lower triangular a."""
+    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    return torch.linalg.solve_triangular(a, identity, upper=False, unitriangular=True)
+
+
 def _sums_after(g: Float[Tensor, "*b c k"]) -> Float[Tensor, "*b c k"]:
     """Return the sum over the later tokens, for every token."""
     return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
-def _products_by_head(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A_qk and A_kk for one decay per head."""
-    size = q.shape[-2]
-    lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    strictly = lower.tril(-1)
-    sums = torch.where(strictly, g, 0).cumsum(-2)  # row i, column j: sum of g from j + 1 to i
-    decay = torch.where(lower, sums, -torch.inf).exp()
-    return torch.where(lower, (q @ k.mT) * decay, 0), torch.where(strictly, (k @ k.mT) * decay, 0)
+class _TermsByHead(torch.autograd.Function):
+    """The terms for one decay per head.
+
+    Every exponent is linear in g and every product contains its own decay, so the gradient of an exponent is that of
+    the product times the product: backward computes no exponential. With d_right = inverse^T [dw | du], the gradient of
+    beta A_kk is -d_right [w | u]^T below the diagonal.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta):
+        size = g.shape[-2]
+        strictly = torch.ones(size, size, dtype=torch.bool, device=g.device).tril(-1)
+        decay = torch.where(strictly, g, 0).cumsum(-2).exp_().tril_()  # row i, column j: over tokens j + 1 to i
+        a_qk = (q @ k.mT).mul_(decay).tril_()
+        a_kk = (k @ k.mT).mul_(decay).tril_(-1)
+        from_start = g.cumsum(-2).exp()
+        to_end = _sums_after(g).exp()
+        inverse = _inverse(beta * a_kk)
+        solution = lower_product(inverse, torch.cat([beta * from_start * k, beta * v], -1))
+        ctx.save_for_backward(q, k, v, beta, decay, a_qk, a_kk, from_start, to_end, inverse, solution)
+        w, u = solution.split([k.shape[-1], v.shape[-1]], -1)
+        return w, u, q * from_start, k * to_end, a_qk, from_start[..., -1, :]
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dw, du, dq_decayed, dk_decayed, da_qk, d_last):  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, beta, decay, a_qk, a_kk, from_start, to_end, inverse, solution = ctx.saved_tensors
+        d_right = inverse.mT @ torch.cat([dw, du], -1)
+        dk_right, dv_right = d_right.split([k.shape[-1], v.shape[-1]], -1)
+        da = (d_right @ solution.mT).tril_(-1).neg_()
+        by_beta = da * a_kk
+        d_exponents = (da_qk * a_qk).addcmul_(beta, by_beta)
+        da_qk = da_qk * decay
+        da.mul_(beta).mul_(decay)
+        dq = (da_qk @ k).addcmul_(dq_decayed, from_start)
+        dk = (da_qk.mT @ q).add_((da + da.mT) @ k)
+        dk.addcmul_(dk_decayed, to_end).addcmul_(dk_right, beta * from_start)
+        from_right = from_start * (dk_right * k).sum(-1, keepdim=True)
+        d_from_start = beta * from_right + from_start * (dq_decayed * q).sum(-1, keepdim=True)
+        d_from_start[..., -1, :] += d_last * from_start[..., -1, :]
+        d_to_end = to_end * (dk_decayed * k).sum(-1, keepdim=True)
+        # A decay between j and i contains the log decays of tokens j + 1 to i.
+        between = d_exponents.cumsum(-1).tril_(-1).sum(-2)[..., :-1, None]
+        dg = d_from_start.flip(-2).cumsum(-2).flip(-2)
+        dg[..., 1:, :] += between + d_to_end.cumsum(-2)[..., :-1, :]
+        d_beta = from_right + (dv_right * v).sum(-1, keepdim=True) + by_beta.sum(-1, keepdim=True)
+        return dq, dk, dv_right * beta, dg, d_beta
 
 
 def _products_by_channel(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
