@@ -4,9 +4,10 @@
 
 Each step is forward and backward of one sequence of B=1, H=4, K=V=64 in float32 on one thread. The recurrence is
 ``recurrent_*`` of this project, a loop over unbound tokens in PyTorch and a scan in JAX. A second PyTorch loop computes
-its products by einsum. Beside GDN in PyTorch run, where they are installed, two chunked forms in plain PyTorch that
-others use without a GPU: the fallback of transformers (Qwen3-Next), and naive_chunk_gated_delta_rule of
-flash-linear-attention. The variants run in alternation, and times are medians.
+its products by einsum. Beside GDN in PyTorch run two chunked forms in plain PyTorch that others use without a GPU: the
+fallback of transformers (Qwen3-Next), if installed, and naive_chunk_gated_delta_rule of flash-linear-attention, if
+FLA_CORE names the folder of its sources (``pip install --no-deps --target FOLDER fla-core einops``), because on a CPU
+the package cannot be imported. The variants run in alternation, and times are medians.
 """
 
 import os
@@ -18,6 +19,7 @@ import importlib.util
 import json
 import runpy
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +41,7 @@ from parity.report import environment
 HEADS = 4
 WIDTH = 64
 LENGTH = 4096
+FLA_CORE = os.environ.get("FLA_CORE")
 TURNS = 5
 LENGTHS = tuple(2**n for n in range(10, 16))
 RULES = {"KDA": "kda", "GDN": "gated_delta_rule"}
@@ -99,10 +102,10 @@ def peer_steps(rule: str, length: int) -> dict[str, Step]:
     if rule == "GDN" and importlib.util.find_spec("transformers"):
         qwen = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
         found["transformers"] = qwen.torch_chunk_gated_delta_rule
-    fla = importlib.util.find_spec("fla") if rule == "GDN" else None
-    if fla is not None and fla.submodule_search_locations:  # the package itself needs a GPU to be imported
-        file = Path(fla.submodule_search_locations[0], "ops/gated_delta_rule/naive.py")
-        found["fla, naive"] = runpy.run_path(str(file))["naive_chunk_gated_delta_rule"]
+    if rule == "GDN" and FLA_CORE is not None:
+        sys.path.append(FLA_CORE)
+        module = runpy.run_path(f"{FLA_CORE}/fla/ops/gated_delta_rule/naive.py")
+        found["fla, naive"] = module["naive_chunk_gated_delta_rule"]
     inputs = [torch.from_numpy(x).requires_grad_() for x in arrays(rule, length)]
     cotangent = torch.from_numpy(arrays(rule, length)[2])
     q, k, v, g, beta = inputs
