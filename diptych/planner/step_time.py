@@ -15,7 +15,9 @@ benchmarks/step_time.py compares the prediction with measured steps.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from diptych.planner.memory.nodes import Node
 from diptych.planner.memory.offload import MovingValues
@@ -161,17 +163,18 @@ class StageTimes:
             )
         return self._found[key]
 
-    def copy_waits(self, config: TransformerConfig, moved: int, following: tuple[float, float]) -> tuple[float, float]:
+    def copy_waits(self, config: TransformerConfig, moved: Any, following: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return the seconds that forward and backward wait for copies of a layer's values to the host and back.
 
         Args:
             config: the model.
-            moved: bytes of the values.
-            following: seconds of the forward and of I of the next layer.
+            moved: bytes of the values; a number or an array.
+            following: seconds of the forward and of I of the next layer; numbers or arrays.
         """
         copy = moved / self.machine.link_bandwidth
         forward, backward = following
-        return max(0.0, copy - forward), max(0.0, copy - backward * (config.tensor_offload_num_prefetch_layers > 0))
+        hidden = backward * (config.tensor_offload_num_prefetch_layers > 0)
+        return np.maximum(0.0, copy - forward), np.maximum(0.0, copy - hidden)
 
     def first_layer(
         self, config: TransformerConfig, layer_settings: tuple[LayerConfig, ...], block: RecomputeBlock, batch: int

@@ -141,14 +141,14 @@ class DrawnParts:
     def options(self, first: int, size: int) -> list[BlockCost]:
         return self.drawn.get((first, size), [])
 
-    def copy_waits(self, moved: int, place: int, following: BlockCost) -> float:
-        return sum(max(0.0, moved - seconds) for seconds in following.begin_seconds)
+    def copy_waits(self, moved: np.ndarray, place: int, begin_seconds: np.ndarray) -> np.ndarray:
+        return np.maximum(0.0, moved - begin_seconds).sum(0)
 
-    def least_wait(self, moved: int) -> float:
-        return 2 * max(0.0, moved - 6.0)
+    def least_wait(self, moved: np.ndarray) -> np.ndarray:
+        return 2 * np.maximum(0.0, moved - 6.0)
 
-    def copied_beside(self, moved: int) -> tuple[int, int]:
-        return (moved, moved)
+    def copied_beside(self, moved: np.ndarray) -> np.ndarray:
+        return np.stack([moved, moved])
 
     def all_of(self, limits: tuple[int, int], first: int, saved: int, moved: int = 0) -> list[tuple[int, float]]:
         """Saved bytes and seconds of all sequences of blocks from a layer on that are within limits."""
@@ -164,7 +164,7 @@ class DrawnParts:
                 beside = [saved + moved + a + b for a, b in zip(cost.begin_peaks, left, strict=True)]
                 if all(a <= limit for a, limit in zip(needed + beside * (moved > 0), limits * 2, strict=False)):
                     rest = self.all_of(limits, first + size, saved + cost.saved, cost.moved)
-                    wait = self.copy_waits(moved, 0, cost) if moved else 0.0
+                    wait = sum(max(0.0, moved - seconds) for seconds in cost.begin_seconds) if moved else 0.0
                     found += [(total, seconds + cost.seconds + wait) for total, seconds in rest]
         return found
 

@@ -6,6 +6,8 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
+
 from diptych.planner.memory.nodes import Layer, Node
 from diptych.planner.memory.offload import MovingValues, layers_that_move
 from diptych.planner.memory.simulate import Gradients, Simulation
@@ -133,7 +135,7 @@ class StageParts:
         if other.moved or not cost.moved:
             pairs += [(other.moved, cost.moved), (other.seconds, cost.seconds)]
         else:
-            pairs.append((other.seconds, cost.seconds + self.least_wait(cost.moved)))
+            pairs.append((other.seconds, cost.seconds + float(self.least_wait(np.array(cost.moved)))))
         return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
     def _reads_message(self, layers: Sequence[int]) -> bool:
@@ -160,25 +162,26 @@ class StageParts:
         ]
         return max(each.forward for each in times), max(each.input_gradient for each in times)
 
-    def copy_waits(self, moved: int, place: int, following: BlockCost) -> float:
+    def copy_waits(self, moved: np.ndarray, place: int, begin_seconds: np.ndarray) -> np.ndarray:
         """Return the seconds that a step waits for copies of a layer's values to the host and back.
 
         Args:
             moved: bytes of the values, without the message to the stage, which also stays on the device.
             place: place of the next block, in layers of the stage.
-            following: the next block.
+            begin_seconds: BlockCost.begin_seconds of the next block. [2, ...]
         """
-        moved += self._message_copied if place == 1 else 0
-        return sum(self._times.copy_waits(self.config, moved, following.begin_seconds))
+        moved = moved + (self._message_copied if place == 1 else 0)
+        forward, backward = begin_seconds
+        return np.add(*self._times.copy_waits(self.config, moved, (forward, backward)))
 
-    def least_wait(self, moved: int) -> float:
+    def least_wait(self, moved: np.ndarray) -> np.ndarray:
         """Return the least seconds for which any block waits for copies of values of the layer before it."""
-        return sum(self._times.copy_waits(self.config, moved, self._slowest_layer))
+        return np.add(*self._times.copy_waits(self.config, moved, self._slowest_layer))
 
-    def copied_beside(self, moved: int) -> tuple[int, ...]:
+    def copied_beside(self, moved: np.ndarray) -> np.ndarray:
         """Return the bytes of a layer's values that are on the device beside the next layer, in each kind of action."""
         prefetches = self.config.tensor_offload_num_prefetch_layers > 0
-        return tuple(moved if kind == "F" or prefetches else 0 for kind in self.kinds)
+        return np.stack([moved if kind == "F" or prefetches else np.zeros_like(moved) for kind in self.kinds])
 
     def _choices(self, layers: range) -> Iterator[RecomputeBlock]:
         """Yield the recompute blocks that consist of some layers."""

@@ -21,7 +21,7 @@ least seconds from each layer on for the bytes saved before it, and pairs that e
 are left out. The best known solution begins at an estimate, and grows to the one in which nothing moves.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -33,6 +33,8 @@ STEPS = 2**14
 """Parts of the limit within which bytes are not told apart."""
 ESTIMATES = (0.001, 0.03, 0.3)
 """Seconds above the least, in parts of those of the best known solution, within which a solution is sought first."""
+MOST_BYTES = 2**60
+"""Bytes above which limits are the same."""
 ROUNDING = 1e-12
 """Part of the seconds by which sums in another order may differ."""
 
@@ -69,15 +71,15 @@ class Parts(Protocol):
         """Return the costs of blocks of ``size`` layers from a layer on."""
         ...
 
-    def copy_waits(self, moved: int, place: int, following: BlockCost) -> float:
-        """Return the seconds for which the block at a place waits for copies of values of the layer before it."""
+    def copy_waits(self, moved: np.ndarray, place: int, begin_seconds: np.ndarray) -> np.ndarray:
+        """Return the seconds for which blocks at a place wait for copies of values of the layer before them."""
         ...
 
-    def least_wait(self, moved: int) -> float:
+    def least_wait(self, moved: np.ndarray) -> np.ndarray:
         """Return the least seconds for which any block waits for copies of values of the layer before it."""
         ...
 
-    def copied_beside(self, moved: int) -> tuple[int, ...]:
+    def copied_beside(self, moved: np.ndarray) -> np.ndarray:
         """Return the bytes of a layer's values on the device beside the next layer, in each kind of action."""
         ...
 
@@ -102,16 +104,29 @@ class _Front(NamedTuple):
 
     saved: np.ndarray
     seconds: np.ndarray
+    moved: np.ndarray
+    """Moving bytes of the layer; a pair is beaten only by one with at most as many."""
     step: np.ndarray
-    """Number of the block in the list of blocks that end at the layer."""
+    """Number of the block among those that end at the layer."""
     before: np.ndarray
     """Number of the pair at the beginning of the block."""
-    moved_before: np.ndarray
-    """Moving bytes of the layer before the block."""
 
 
-_Fronts = dict[int, _Front]
-"""The pairs up to a layer, by the moving bytes of the layer."""
+class _Blocks(NamedTuple):
+    """Blocks [n] that begin with one layer and end with another."""
+
+    start: int
+    """Place of the first layer."""
+    costs: list[BlockCost]
+    saved: np.ndarray
+    seconds: np.ndarray
+    moved: np.ndarray
+    peaks: np.ndarray
+    """[kinds, n]"""
+    begin_peaks: np.ndarray
+    """[kinds, n]"""
+    begin_seconds: np.ndarray
+    """[2, n]"""
 
 
 def solve(parts: Parts, limits: Sequence[int], most_saved: int, upper: bool) -> Solution | None:
@@ -123,12 +138,13 @@ def solve(parts: Parts, limits: Sequence[int], most_saved: int, upper: bool) -> 
         most_saved: bytes that the stage may save.
         upper: round joined bytes up, so that the blocks are within the limits; False: down, for a bound of the seconds.
     """
+    limits = [min(limit, MOST_BYTES) for limit in limits]
+    most_saved = min(most_saved, MOST_BYTES)
     if not _all_fit(parts.first_end.peaks, parts.after[0], limits):
         return None
     endings = [_blocks_before(parts, end) for end in range(len(parts.layers) + 1)]
-    still = [[(start, cost) for start, cost in blocks if not cost.moved] for blocks in endings]
-    known = _solve(parts, still, limits, most_saved, upper)
-    if still == endings:
+    known = _solve(parts, endings, limits, most_saved, upper, moves=False)
+    if not any(blocks.moved.any() for ending in endings for blocks in ending):
         return known
     rests = _least_rests(parts, endings, limits, most_saved)
     least = _rest_of(rests[0], np.array([parts.first_end.saved]))[0]
@@ -139,25 +155,37 @@ def solve(parts: Parts, limits: Sequence[int], most_saved: int, upper: bool) -> 
         estimate = least + share * (most if np.isfinite(most) else least)
         if estimate >= most:
             break
-        found = _solve(parts, endings, limits, most_saved, upper, (rests, estimate))
+        found = _solve(parts, endings, limits, most_saved, upper, known=(rests, estimate))
         if found is not None and found.seconds <= estimate:
             return found
-    found = _solve(parts, endings, limits, most_saved, upper, (rests, most))
+    found = _solve(parts, endings, limits, most_saved, upper, known=(rests, most))
     return known if found is None or (known is not None and known.seconds <= found.seconds) else found
 
 
-def _blocks_before(parts: Parts, end: int) -> list[tuple[int, BlockCost]]:
-    """Return the blocks that end before a layer: the place of each one's first layer, and its cost."""
-    begin = parts.layers.start
-    return [(end - size, cost) for size in LENGTHS if size <= end for cost in parts.options(begin + end - size, size)]
+def _blocks_before(parts: Parts, end: int) -> list[_Blocks]:
+    """Return the blocks that end before a layer, by their first layer."""
+    found = []
+    for size in (size for size in LENGTHS if size <= end):
+        costs = parts.options(parts.layers.start + end - size, size)
+        if costs:
+            rows = ([cost.peaks for cost in costs], [cost.begin_peaks or cost.peaks for cost in costs])
+            peaks, begin_peaks = (np.array(each, dtype=np.int64).T for each in rows)
+            saved, moved = (
+                np.array(each, dtype=np.int64) for each in zip(*((c.saved, c.moved) for c in costs), strict=True)
+            )
+            seconds = np.array([cost.seconds for cost in costs])
+            begin_seconds = np.array([cost.begin_seconds for cost in costs]).T
+            found.append(_Blocks(end - size, costs, saved, seconds, moved, peaks, begin_peaks, begin_seconds))
+    return found
 
 
 def _solve(
     parts: Parts,
-    endings: Sequence[Sequence[tuple[int, BlockCost]]],
+    endings: Sequence[Sequence[_Blocks]],
     limits: Sequence[int],
     most_saved: int,
     upper: bool,
+    moves: bool = True,
     known: "tuple[list[_Rest], float] | None" = None,
 ) -> Solution | None:
     """Return the fastest of some blocks within limits, or None.
@@ -168,44 +196,49 @@ def _solve(
         limits: as in solve.
         most_saved: as in solve.
         upper: as in solve.
+        moves: values of layers may move.
         known: least rests of every layer, and seconds that a solution may take; None: any.
     """
-    nothing = np.zeros(1, int)
-    fronts: list[_Fronts] = [
-        {0: _Front(np.array([parts.first_end.saved]), np.zeros(1), nothing, nothing, nothing)},
-    ]
-    begin = parts.layers.start
+    nothing = np.zeros(1, np.int64)
+    fronts = [_Front(np.array([parts.first_end.saved]), np.zeros(1), nothing, nothing, nothing)]
     most = most_saved - parts.last_end.saved
     step = max(1, most) / STEPS
     for end in range(1, len(parts.layers) + 1):
-        free = [limit - left for limit, left in zip(limits, parts.after[end], strict=True)]
-        allowed = None if known is None else (known[0][end], known[1])
-        fronts.append(_joined(parts, fronts, endings[end], (most, free), step, upper, allowed))
-    last = fronts[-1].get(0)
-    if last is None:
-        return None
-    fits = last.saved <= min(most, *(a - b for a, b in zip(limits, parts.last_end.peaks, strict=True)))
+        free = np.array(limits) - parts.after[end]
+        reached = _reached(parts, fronts, endings[end], (most, free), moves)
+        if known is not None:
+            rests, largest = known
+            reached = _some(reached, reached.seconds + _rest_of(rests[end], reached.saved) <= largest * (1 + ROUNDING))
+        fronts.append(_unbeaten(reached, step, upper))
+    last = fronts[-1]
+    most = min(most, *(a - b for a, b in zip(limits, parts.last_end.peaks, strict=True)))
+    fits = (last.moved == 0) & (last.saved <= most)
     if not fits.any():
         return None
     place = int(np.flatnonzero(fits)[np.argmin(last.seconds[fits])])
     saved = int(last.saved[place]) + parts.last_end.saved
     seconds = float(last.seconds[place])
-    chosen: list[RecomputeBlock] = []
-    stored: list[int] = []
-    moved: list[int] = []
+    chosen = _chosen(parts, fronts, endings, place)
+    blocks = [cost.block._replace(layers=layers) for layers, cost in chosen]
+    stored = [number for layers, cost in chosen if cost.is_stored for number in layers]
+    moved = [number for layers, cost in chosen if cost.moved for number in layers]
+    return Solution(blocks, saved, seconds, stored, moved)
+
+
+def _chosen(
+    parts: Parts, fronts: Sequence[_Front], endings: Sequence[Sequence[_Blocks]], place: int
+) -> list[tuple[tuple[int, ...], BlockCost]]:
+    """Return the layers and the cost of each block of the pair at a place of the last front."""
+    chosen = []
+    begin = parts.layers.start
     end = len(parts.layers)
-    moved_before = 0
     while end:
-        front = fronts[end][moved_before]
-        start, cost = endings[end][front.step[place]]
-        layers = range(begin + start, begin + end)
-        chosen.append(cost.block._replace(layers=tuple(layers)))
-        stored += layers if cost.is_stored else ()
-        moved += layers if cost.moved else ()
-        moved_before = int(front.moved_before[place])
-        place = int(front.before[place])
+        steps = [(blocks.start, cost) for blocks in endings[end] for cost in blocks.costs]
+        start, cost = steps[fronts[end].step[place]]
+        chosen.append((tuple(range(begin + start, begin + end)), cost))
+        place = int(fronts[end].before[place])
         end = start
-    return Solution(chosen[::-1], saved, seconds, stored, moved)
+    return chosen[::-1]
 
 
 class _Rest(NamedTuple):
@@ -216,26 +249,27 @@ class _Rest(NamedTuple):
 
 
 def _least_rests(
-    parts: Parts, endings: Sequence[Sequence[tuple[int, BlockCost]]], limits: Sequence[int], most_saved: int
+    parts: Parts, endings: Sequence[Sequence[_Blocks]], limits: Sequence[int], most_saved: int
 ) -> list[_Rest]:
     """Return for every layer seconds that its blocks and those after it need at least; arguments as in _solve."""
     count = len(parts.layers)
     most = most_saved - parts.last_end.saved
     step = max(1, most) / STEPS
     ends = [limit - peak for limit, peak in zip(limits, parts.last_end.peaks, strict=True)]
-    starting: list[list[tuple[int, BlockCost]]] = [[] for _ in range(count)]
-    for end, blocks in enumerate(endings):
-        for start, cost in blocks:
-            starting[start].append((end, cost))
+    starting: list[list[tuple[int, _Blocks]]] = [[] for _ in range(count)]
+    for end, ending in enumerate(endings):
+        for blocks in ending:
+            starting[blocks.start].append((end, blocks))
     rests = [_Rest(np.array([min(most, *ends)]), np.zeros(1))] * (count + 1)
     for start in reversed(range(count)):
         saved = [np.zeros(0, np.int64)]
         seconds = [np.zeros(0)]
-        for end, cost in starting[start]:
-            free = zip(limits, parts.after[end], cost.peaks, strict=True)
-            own = min(most - cost.saved, *(limit - left - peak for limit, left, peak in free))
-            saved.append(np.minimum(rests[end].saved - cost.saved, own))
-            seconds.append(rests[end].seconds + (cost.seconds + (parts.least_wait(cost.moved) if cost.moved else 0.0)))
+        for end, blocks in starting[start]:
+            free = np.array(limits) - parts.after[end]
+            own = np.minimum(most - blocks.saved, (free[:, None] - blocks.peaks).min(0))
+            waits = np.where(blocks.moved > 0, parts.least_wait(blocks.moved), 0)
+            saved.append(np.minimum(rests[end].saved - blocks.saved[:, None], own[:, None]).ravel())
+            seconds.append((rests[end].seconds + (blocks.seconds + waits)[:, None]).ravel())
         rests[start] = _ascending(np.concatenate(saved), np.concatenate(seconds), step)
     return rests
 
@@ -262,13 +296,9 @@ def saved_range(parts: Parts) -> tuple[int, int]:
     """Return the bytes that a stage saves at least and at most."""
     ranges = [(parts.first_end.saved, parts.first_end.saved)]
     for end in range(1, len(parts.layers) + 1):
-        blocks = _blocks_before(parts, end)
-        ranges.append(
-            (
-                min(ranges[start][0] + cost.saved for start, cost in blocks),
-                max(ranges[start][1] + cost.saved for start, cost in blocks),
-            )
-        )
+        ending = _blocks_before(parts, end)
+        least = min(ranges[blocks.start][0] + int(blocks.saved.min()) for blocks in ending)
+        ranges.append((least, max(ranges[blocks.start][1] + int(blocks.saved.max()) for blocks in ending)))
     least, most = ranges[-1]
     return least + parts.last_end.saved, most + parts.last_end.saved
 
@@ -277,65 +307,80 @@ def _all_fit(peaks: Sequence[int], left: Sequence[int], limits: Sequence[int]) -
     return all(a + b <= limit for a, b, limit in zip(peaks, left, limits, strict=True))
 
 
-def _joined(
+def _reached(
     parts: Parts,
-    fronts: list[_Fronts],
-    blocks: Iterable[tuple[int, BlockCost]],
-    limits: tuple[int, list[int]],
-    step: float,
-    upper: bool,
-    allowed: tuple[_Rest, float] | None = None,
-) -> _Fronts:
+    fronts: Sequence[_Front],
+    ending: Sequence[_Blocks],
+    limits: tuple[int, np.ndarray],
+    moves: bool,
+) -> _Front:
     """Return the pairs that blocks reach from earlier layers.
 
     Args:
         parts: costs of the stage's parts.
         fronts: pairs up to every earlier layer.
-        blocks: first layer and costs of every block.
+        ending: blocks that end before the layer.
         limits: bytes that may be saved up to here, and those that each kind of action may need before and in a block.
-        step: bytes within which pairs are joined.
-        upper: see solve.
-        allowed: least seconds after the blocks, and seconds that a solution may take; None: any.
+        moves: values of the blocks may move.
     """
     most, free = limits
-    found: dict[int, list[_Front]] = {}
-    for number, (begin, cost) in enumerate(blocks):
-        own = min(most - cost.saved, *(a - b for a, b in zip(free, cost.peaks, strict=True)))
-        for moved, front in fronts[begin].items():
-            limit = own
-            wait = 0.0
-            if moved:
-                begins = zip(free, cost.begin_peaks or cost.peaks, parts.copied_beside(moved), strict=True)
-                limit = min(own, *(a - b - c for a, b, c in begins))
-                wait = parts.copy_waits(moved, begin, cost)
-            before = np.arange(np.searchsorted(front.saved, limit, side="right"))
-            saved = front.saved[before] + cost.saved
-            seconds = front.seconds[before] + (cost.seconds + wait)
-            if allowed is not None:
-                rest, largest = allowed
-                (left,) = np.nonzero(seconds + _rest_of(rest, saved) <= largest * (1 + ROUNDING))
-                saved, seconds, before = saved[left], seconds[left], before[left]
-            same = np.ones(len(before), int)
-            found.setdefault(cost.moved, []).append(_Front(saved, seconds, number * same, before, moved * same))
-    joined: _Fronts = {}
-    for moved in sorted(found):
-        all_ = _Front(*(np.concatenate(each) for each in zip(*found[moved], strict=True)))
-        left = _undominated(all_.saved, all_.seconds)
+    found = [_Front(*[np.zeros(0, np.int64)] * len(_Front._fields))._replace(seconds=np.zeros(0))]
+    first = 0
+    for blocks in ending:
+        front = fronts[blocks.start]
+        limit = np.minimum(most - blocks.saved, (free[:, None] - blocks.peaks).min(0))[:, None]
+        if not moves:
+            limit = np.where(blocks.moved[:, None] > 0, -1, limit)
+        waits = np.zeros((1, 1))
+        if front.moved.any():
+            is_moved = front.moved > 0
+            begins = (free[:, None] - blocks.begin_peaks)[:, :, None] - parts.copied_beside(front.moved)[:, None]
+            limit = np.where(is_moved, np.minimum(limit, begins.min(0)), limit)
+            waits = np.where(is_moved, parts.copy_waits(front.moved, blocks.start, blocks.begin_seconds[..., None]), 0)
+        number, before = np.nonzero(front.saved <= limit)
+        seconds = blocks.seconds[:, None] + waits
+        seconds = np.broadcast_to(seconds, (len(blocks.saved), len(front.saved)))[number, before]
+        saved = front.saved[before] + blocks.saved[number]
+        found.append(_Front(saved, front.seconds[before] + seconds, blocks.moved[number], first + number, before))
+        first += len(blocks.costs)
+    return _Front(*(np.concatenate(each) for each in zip(*found, strict=True)))
+
+
+def _some(front: _Front, which: np.ndarray) -> _Front:
+    """Return some pairs, by their numbers or a mask."""
+    return _Front(*(each[which] for each in front))
+
+
+def _unbeaten(front: _Front, step: float, upper: bool) -> _Front:
+    """Return the pairs that no other beats; if many have the same moving bytes, they are joined.
+
+    Args:
+        front: pairs.
+        step: bytes within which pairs are joined.
+        upper: see solve.
+    """
+    found = []
+    least = _Rest(np.zeros(0, np.int64), np.zeros(0))  # of pairs with fewer moving bytes, by bytes saved
+    for moved in np.unique(front.moved):
+        own = _some(front, np.flatnonzero(front.moved == moved))
+        left = _undominated(own.saved, own.seconds)
         if len(left) > STEPS:
-            rounded = np.ceil(all_.saved / step) if upper else np.floor(all_.saved / step)
-            all_ = all_._replace(saved=(rounded * step).astype(np.int64))
-            left = _undominated(all_.saved, all_.seconds)
-        for other in joined.values():
-            left = left[~_beaten(all_.saved[left], all_.seconds[left], other)]
-        if len(left):
-            joined[moved] = _Front(*(each[left] for each in all_))
-    return joined
+            rounded = np.ceil(own.saved / step) if upper else np.floor(own.saved / step)
+            own = own._replace(saved=(rounded * step).astype(np.int64))
+            left = _undominated(own.saved, own.seconds)
+        own = _some(own, left)
+        own = _some(own, ~_beaten(own, least))
+        found.append(own)
+        both = np.concatenate([least.saved, own.saved]), np.concatenate([least.seconds, own.seconds])
+        left = _undominated(*both)
+        least = _Rest(both[0][left], both[1][left])
+    return _Front(*(np.concatenate(each) for each in zip(*found, strict=True))) if found else front
 
 
-def _beaten(saved: np.ndarray, seconds: np.ndarray, other: _Front) -> np.ndarray:
-    """Return for each pair True if a pair with fewer moving bytes is at least as good."""
-    place = np.searchsorted(other.saved, saved, side="right") - 1  # seconds fall as bytes grow
-    return (place >= 0) & (other.seconds[np.maximum(place, 0)] <= seconds)
+def _beaten(front: _Front, least: "_Rest") -> np.ndarray:
+    """Return for each pair True if one with fewer moving bytes is at least as good."""
+    place = np.searchsorted(least.saved, front.saved, side="right")  # seconds fall as bytes grow
+    return np.concatenate([[np.inf], least.seconds])[place] <= front.seconds
 
 
 def _undominated(saved: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -1,8 +1,10 @@
 """Operations of which a model's graph consists: linear maps, norms, casts and dropout."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from diptych.planner.memory.fp8 import DELAYED_BYTES, grouped_scratch, linear_scratch, pack_scratch
@@ -26,6 +28,15 @@ PACKED_IN = {
 """Recomputed values whose replay packs an input again, besides the value that is packed."""
 
 
+@lru_cache(maxsize=64)
+def _weights(config: TransformerConfig) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Return the bytes and the last dimension of every parameter by name."""
+    specs = parameter_specs(config)
+    item = ITEM_SIZES[config.params_dtype]
+    sizes = {name: math.prod(spec.shape) * item for name, spec in specs.items()}
+    return MappingProxyType(sizes), MappingProxyType({name: spec.shape[-1] for name, spec in specs.items()})
+
+
 class OperationBuilder:
     """A builder of operations of a model for one batch.
 
@@ -44,9 +55,7 @@ class OperationBuilder:
         self.tokens = self.regions.tokens_between  # inside of a region, see in_region, its tokens
         self.item = ITEM_SIZES[config.compute_dtype]
         self.wide = max(self.item, 4)
-        specs = parameter_specs(config)
-        self.weights = {name: math.prod(spec.shape) * ITEM_SIZES[config.params_dtype] for name, spec in specs.items()}
-        self.widths = {name: spec.shape[-1] for name, spec in specs.items()}
+        self.weights, self.widths = _weights(config)
         self.streams = config.residual_streams
         self.first_input: list[Value] = []
         """The embedded tokens, which a variable of the model's forward keeps alive while its layers run."""

@@ -7,7 +7,7 @@ Values that move to the host are not allocated while they are there.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,19 +37,19 @@ class Region:
         self.inputs: list[Value] = []
         self.outputs: list[Value] = []
 
-    def close(self, read_later: Iterable[Value], keeps_output: bool) -> None:
+    def close(self, reads: Mapping[int, int], keeps_output: bool) -> None:
         """Find inputs and outputs, once all operations are in.
 
         Args:
-            read_later: values that operations outside the region read.
+            reads: how often operations of the region and outside of it read or save a value, by its identity.
             keeps_output: True if the last written value is not discarded because it is the output of a block.
         """
         written = [value for node in self.nodes for value in node.writes]
         needed = {id(v): v for node in self.nodes for v in [*node.reads, *node.saves]}
         own = {id(v) for v in written}
-        later = {id(v) for v in read_later}
+        inside = _reads(self.nodes)
         self.inputs = [v for i, v in needed.items() if i not in own and not v.is_view]
-        self.outputs = [v for v in written if id(v) in later]
+        self.outputs = [v for v in written if reads[id(v)] > inside[id(v)]]
         if keeps_output and self.outputs:
             self.outputs = [v for v in self.outputs if v is not written[-1]]
 
@@ -169,11 +169,10 @@ class Simulation:
         # Outputs are discarded when the sublayer that reads them has ended.
         following = next((n for n in range(block.layers[-1] + 1, max(layers) + 1)), None)
         outside = last if following is None else layers[following].nodes
+        reads = _reads([*nodes[start:], *outside])
+        last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.saves]}
         for _, region in regions:
-            inside = {id(node) for node in region.nodes}
-            others = [node for node in [*nodes[start:], *outside] if id(node) not in inside]
-            is_last = region.nodes[-1] is nodes[-1]
-            region.close([v for node in others for v in [*node.reads, *node.saves]], keeps_output=is_last)
+            region.close(reads, keeps_output=region.nodes[-1] is nodes[-1])
             if not region.outputs and not any(node.saves for node in region.nodes):
                 for node in region.nodes:  # nothing to discard: PyTorch does not recompute such a region
                     del self._region_of[id(node)]
@@ -183,10 +182,7 @@ class Simulation:
             if block.kind != "full":
                 outputs = {id(value) for value in region.outputs}
                 self._discarded |= outputs
-                read = max(
-                    (i for i, node in enumerate(nodes) if outputs & {id(v) for v in [*node.reads, *node.saves]}),
-                    default=0,
-                )
+                read = max((last_read.get(output, 0) for output in outputs), default=0)
                 end = next((e for e in ends if e > read), len(nodes))
                 discards.setdefault(end - 1, []).append(region)
 
@@ -342,6 +338,11 @@ class Simulation:
 
     def _free(self, size: int) -> None:
         self.held -= size
+
+
+def _reads(nodes: Iterable[Node]) -> Counter[int]:
+    """Return how often operations read or save a value, by its identity."""
+    return Counter(id(value) for node in nodes for value in [*node.reads, *node.saves])
 
 
 def _sublayer(layer: Layer, place: int) -> int:
