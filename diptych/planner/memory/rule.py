@@ -58,7 +58,7 @@ MOMENTS = {
     ),
     "gdn": (
         Moment(Alive(8, 6, 5.06, 5, 2), Alive(3, 1, 1), value_copies=1),  # the gradients of the scan end
-        Moment(Alive(12, 5, 10.06, 1, 1), value_copies=1, strided=Alive(1)),  # gradient of the inverse
+        Moment(Alive(12, 5, 10.06, 1, 1), value_copies=1),  # gradient of the inverse
         Moment(Alive(11, 6, 9.14, 1, 1), value_copies=1),  # gradients of queries and keys
     ),
 }
