@@ -474,8 +474,8 @@ class Pools:
             if composition.ranks == 1:
                 return torch_step(composition, folder)
             count = composition.ranks
-            pool = self._pools.setdefault(count, RankPool(count, timeout, ("reference_torch.train",)))
-            return pool.run("tests.composition:torch_step", composition, folder)[0]
+            pool = self._pools.setdefault(count, RankPool(count, 300.0, ("reference_torch.train",)))
+            return pool.run("tests.composition:torch_step", composition, folder, timeout=timeout)[0]
 
     def close(self) -> None:
         for pool in self._pools.values():
