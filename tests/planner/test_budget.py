@@ -182,12 +182,12 @@ def test_any_costs_of_blocks_are_solved(data, count, limits):
     parts = DrawnParts(data, 2, count)
     most = data.draw(st.integers(5, 60))
     expected = min((seconds for saved, seconds in parts.every(limits) if saved <= most), default=np.inf)
+    endings = solver.blocks_by_end(parts)
     for upper in (True, False):
-        found = solve(parts, limits, most, upper)
+        found = solve(parts, endings, limits, most, upper)
         assert (np.inf if found is None else found.seconds) == expected
         assert found is None or [n for block in found.blocks for n in block.layers] == [*parts.layers]
         assert found is None or found.saved <= most
-    endings = [solver._blocks_before(parts, end) for end in range(count + 1)]
     rests = solver._least_rests(parts, endings, limits, most)
     assert solver._rest_of(rests[0], np.array([parts.first_end.saved]))[0] <= expected
 

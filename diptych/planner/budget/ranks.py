@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from diptych.planner.budget.solver import Parts, Solution, saved_range, solve
+from diptych.planner.budget.solver import Parts, Solution, blocks_by_end, saved_range, solve
 from diptych.planner.memory.rank_peaks import StageActions, backward_memory
 from diptych.plans.schedule.actions import Action
 
@@ -106,7 +106,9 @@ class RankSearch:
         self._parts = parts
         self._moments = moments
         self._for_bound = for_bound
-        ranges = [saved_range(each) for each in parts]
+        self._endings = [blocks_by_end(each) for each in parts]
+        self._endings_for_bound = [blocks_by_end(each) for each in for_bound[0]] if for_bound else self._endings
+        ranges = [saved_range(*each) for each in zip(parts, self._endings, strict=True)]
         self._least = [least for least, _ in ranges]
         self._most = [most for _, most in ranges]
         self.microbatches = 1 + max(sum(moment.in_flight) for each in moments for moment in each)
@@ -195,6 +197,7 @@ class RankSearch:
         """
         all_parts, all_moments = (for_bound and self._for_bound) or (self._parts, self._moments)
         parts = all_parts[place]
+        endings = (self._endings_for_bound if for_bound else self._endings)[place]
         limits = dict.fromkeys((*parts.kinds, "W"), budget)
         for moment in all_moments[place]:
             held = sum(count * saved for count, saved in zip(moment.in_flight, in_flight, strict=True))
@@ -203,7 +206,7 @@ class RankSearch:
             return None
         key = place, most_saved, upper, for_bound, *limits.values()
         if key not in self._solved:
-            self._solved[key] = solve(parts, [*limits.values()], most_saved, upper)
+            self._solved[key] = solve(parts, endings, [*limits.values()], most_saved, upper)
         return self._solved[key]
 
 

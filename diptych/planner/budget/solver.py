@@ -112,7 +112,7 @@ class _Front(NamedTuple):
     """Number of the pair at the beginning of the block."""
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """Blocks [n] that begin with one layer and end with another."""
 
     start: int
@@ -129,11 +129,14 @@ class _Blocks(NamedTuple):
     """[2, n]"""
 
 
-def solve(parts: Parts, limits: Sequence[int], most_saved: int, upper: bool) -> Solution | None:
+def solve(
+    parts: Parts, endings: Sequence[Sequence[Blocks]], limits: Sequence[int], most_saved: int, upper: bool
+) -> Solution | None:
     """Return the fastest blocks within limits, or None.
 
     Args:
         parts: costs of the stage's parts.
+        endings: result of blocks_by_end.
         limits: bytes that each kind of action may need, with what the microbatch has saved.
         most_saved: bytes that the stage may save.
         upper: round joined bytes up, so that the blocks are within the limits; False: down, for a bound of the seconds.
@@ -142,7 +145,6 @@ def solve(parts: Parts, limits: Sequence[int], most_saved: int, upper: bool) -> 
     most_saved = min(most_saved, MOST_BYTES)
     if not _all_fit(parts.first_end.peaks, parts.after[0], limits):
         return None
-    endings = [_blocks_before(parts, end) for end in range(len(parts.layers) + 1)]
     known = _solve(parts, endings, limits, most_saved, upper, moves=False)
     if not any(blocks.moved.any() for ending in endings for blocks in ending):
         return known
@@ -162,7 +164,12 @@ def solve(parts: Parts, limits: Sequence[int], most_saved: int, upper: bool) -> 
     return known if found is None or (known is not None and known.seconds <= found.seconds) else found
 
 
-def _blocks_before(parts: Parts, end: int) -> list[_Blocks]:
+def blocks_by_end(parts: Parts) -> list[list[Blocks]]:
+    """Return the blocks that end before each layer of a stage, and before what comes after them."""
+    return [_blocks_before(parts, end) for end in range(len(parts.layers) + 1)]
+
+
+def _blocks_before(parts: Parts, end: int) -> list[Blocks]:
     """Return the blocks that end before a layer, by their first layer."""
     found = []
     for size in (size for size in LENGTHS if size <= end):
@@ -175,13 +182,13 @@ def _blocks_before(parts: Parts, end: int) -> list[_Blocks]:
             )
             seconds = np.array([cost.seconds for cost in costs])
             begin_seconds = np.array([cost.begin_seconds for cost in costs]).T
-            found.append(_Blocks(end - size, costs, saved, seconds, moved, peaks, begin_peaks, begin_seconds))
+            found.append(Blocks(end - size, costs, saved, seconds, moved, peaks, begin_peaks, begin_seconds))
     return found
 
 
 def _solve(
     parts: Parts,
-    endings: Sequence[Sequence[_Blocks]],
+    endings: Sequence[Sequence[Blocks]],
     limits: Sequence[int],
     most_saved: int,
     upper: bool,
@@ -192,7 +199,7 @@ def _solve(
 
     Args:
         parts: costs of the stage's parts.
-        endings: blocks that end before each layer.
+        endings: result of blocks_by_end.
         limits: as in solve.
         most_saved: as in solve.
         upper: as in solve.
@@ -226,7 +233,7 @@ def _solve(
 
 
 def _chosen(
-    parts: Parts, fronts: Sequence[_Front], endings: Sequence[Sequence[_Blocks]], place: int
+    parts: Parts, fronts: Sequence[_Front], endings: Sequence[Sequence[Blocks]], place: int
 ) -> list[tuple[tuple[int, ...], BlockCost]]:
     """Return the layers and the cost of each block of the pair at a place of the last front."""
     chosen = []
@@ -249,14 +256,14 @@ class _Rest(NamedTuple):
 
 
 def _least_rests(
-    parts: Parts, endings: Sequence[Sequence[_Blocks]], limits: Sequence[int], most_saved: int
+    parts: Parts, endings: Sequence[Sequence[Blocks]], limits: Sequence[int], most_saved: int
 ) -> list[_Rest]:
     """Return for every layer seconds that its blocks and those after it need at least; arguments as in _solve."""
     count = len(parts.layers)
     most = most_saved - parts.last_end.saved
     step = max(1, most) / STEPS
     ends = [limit - peak for limit, peak in zip(limits, parts.last_end.peaks, strict=True)]
-    starting: list[list[tuple[int, _Blocks]]] = [[] for _ in range(count)]
+    starting: list[list[tuple[int, Blocks]]] = [[] for _ in range(count)]
     for end, ending in enumerate(endings):
         for blocks in ending:
             starting[blocks.start].append((end, blocks))
@@ -292,11 +299,10 @@ def _rest_of(rest: _Rest, saved: np.ndarray) -> np.ndarray:
     return np.append(rest.seconds, np.inf)[place]
 
 
-def saved_range(parts: Parts) -> tuple[int, int]:
-    """Return the bytes that a stage saves at least and at most."""
+def saved_range(parts: Parts, endings: Sequence[Sequence[Blocks]]) -> tuple[int, int]:
+    """Return the bytes that a stage saves at least and at most; arguments as in solve."""
     ranges = [(parts.first_end.saved, parts.first_end.saved)]
-    for end in range(1, len(parts.layers) + 1):
-        ending = _blocks_before(parts, end)
+    for ending in endings[1:]:
         least = min(ranges[blocks.start][0] + int(blocks.saved.min()) for blocks in ending)
         ranges.append((least, max(ranges[blocks.start][1] + int(blocks.saved.max()) for blocks in ending)))
     least, most = ranges[-1]
@@ -310,7 +316,7 @@ def _all_fit(peaks: Sequence[int], left: Sequence[int], limits: Sequence[int]) -
 def _reached(
     parts: Parts,
     fronts: Sequence[_Front],
-    ending: Sequence[_Blocks],
+    ending: Sequence[Blocks],
     limits: tuple[int, np.ndarray],
     moves: bool,
 ) -> _Front:
