@@ -174,6 +174,8 @@ class StageTimes:
         copy = moved / self.machine.link_bandwidth
         forward, backward = following
         hidden = backward * (config.tensor_offload_num_prefetch_layers > 0)
+        if np.ndim(moved) == 0:
+            return max(0.0, float(copy - forward)), max(0.0, float(copy - hidden))
         return np.maximum(0.0, copy - forward), np.maximum(0.0, copy - hidden)
 
     def first_layer(
