@@ -130,7 +130,8 @@ class _TermsByHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, g, beta):
-        q, k = q.contiguous(), k.contiguous()  # or every product would copy those with strided heads
+        q = q.contiguous()  # or every product would copy queries and keys with strided heads
+        k = k.contiguous()
         size = g.shape[-2]
         strictly = torch.ones(size, size, dtype=torch.bool, device=g.device).tril(-1)
         decay = torch.where(strictly, g, 0).cumsum(-2).exp_().tril_()  # row i, column j: over tokens j + 1 to i
