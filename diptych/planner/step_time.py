@@ -174,8 +174,6 @@ class StageTimes:
         copy = moved / self.machine.link_bandwidth
         forward, backward = following
         hidden = backward * (config.tensor_offload_num_prefetch_layers > 0)
-        if np.ndim(moved) == 0:
-            return max(0.0, float(copy - forward)), max(0.0, float(copy - hidden))
         return np.maximum(0.0, copy - forward), np.maximum(0.0, copy - hidden)
 
     def first_layer(
@@ -201,7 +199,7 @@ class StageTimes:
             one = part.moved // size
             own, following = (self.first_layer(config, *each, batch) for each in blocks[place : place + 2])
             waits = [*[self.copy_waits(config, one, own)] * (size - 1), self.copy_waits(config, one, following)]
-            ahead, back = map(sum, zip(*waits, strict=True))
+            ahead, back = (float(sum(each)) for each in zip(*waits, strict=True))
             parts[place] = part._replace(
                 forward=part.forward + ahead, input_gradient=part.input_gradient + back, copied=ahead + back
             )

@@ -154,7 +154,7 @@ class StageParts:
 
     @cached_property
     def _slowest_layer(self) -> tuple[float, float]:
-        """The most seconds of the forward and of I, with recomputation, of any layer of the model."""
+        """Return the most seconds of the forward and of I, with recomputation, of any layer of the model."""
         times = [
             self._times.of_block(config, (config.layer(number),), RecomputeBlock("full", (number,)), self._batch)
             for config in storage_choices(self.config)
@@ -172,11 +172,13 @@ class StageParts:
         """
         moved = moved + (self._message_copied if place == 1 else 0)
         forward, backward = begin_seconds
-        return np.add(*self._times.copy_waits(self.config, moved, (forward, backward)))
+        ahead, back = self._times.copy_waits(self.config, moved, (forward, backward))
+        return ahead + back
 
     def least_wait(self, moved: np.ndarray) -> np.ndarray:
         """Return the least seconds for which any block waits for copies of values of the layer before it."""
-        return np.add(*self._times.copy_waits(self.config, moved, self._slowest_layer))
+        ahead, back = self._times.copy_waits(self.config, moved, self._slowest_layer)
+        return ahead + back
 
     def copied_beside(self, moved: np.ndarray) -> np.ndarray:
         """Return the bytes of a layer's values that are on the device beside the next layer, in each kind of action."""
