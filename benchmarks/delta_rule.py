@@ -202,10 +202,12 @@ def saved_bytes() -> list[dict[str, Any]]:
 
 def show(console: Console, rows: list[dict], growing: list[dict], saved: list[dict]) -> None:
     """Print the tables and draw the picture."""
-    table = Table(title=f"Forward and backward, ms: T={LENGTH}, H={HEADS}, K=V={WIDTH}, float32")
+    table = Table(
+        title=f"Forward and backward, in ms and relative to chunked: T={LENGTH}, H={HEADS}, K=V={WIDTH}, float32"
+    )
     variants = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
     for name in ("", *variants):
-        table.add_column(f"{name}, / chunked" if name else "", justify="right")
+        table.add_column(name, justify="right")
     for row in rows:
         seconds = row["seconds"]
         times = [

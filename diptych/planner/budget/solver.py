@@ -113,10 +113,10 @@ class _Front(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks [n] that begin with one layer and end with another."""
+    """The n choices for a block of certain layers, as arrays [n] of their costs."""
 
     start: int
-    """Place of the first layer."""
+    """Place of the first layer in the stage."""
     costs: list[BlockCost]
     saved: np.ndarray
     seconds: np.ndarray
