@@ -159,7 +159,7 @@ class StageTimes:
                 timed.replayed,
                 forward_wait + backward_wait,
                 sum(self.machine.seconds(0, moved) for moved in (*packing, *unpacking)),
-                moved=timed.moved,
+                moved=sum(timed.moved.values()),
             )
         return self._found[key]
 

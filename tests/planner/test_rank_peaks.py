@@ -38,11 +38,30 @@ MOVED = {
     "activation_offload_min_bytes": 1000,
     "activation_offload_layers": "0-1,4-5",
 }
+ALL_MOVED = {**MOVED, "activation_offload_layers": None}
 CASES |= {
     "values on the host": ("1f1b", "attention", "none", "float32", {"num_layers": 8, **MOVED}),
     "split, values on the host": ("zb-h1", "gdn", "without mhc", "float32", {"num_layers": 8, **MOVED}),
+    "all on the host": ("1f1b", "attention", "none", "float32", {"num_layers": 8, **ALL_MOVED}),
+    "forwards first, all on the host": ("gpipe", "kda", "none", "float32", {"num_layers": 8, **ALL_MOVED}),
+    "interleaved, all on the host": (
+        "interleaved",
+        "attention",
+        "without mhc",
+        "float32",
+        {**TWO_STAGES, **ALL_MOVED, "num_layers": 8, "tensor_offload_num_prefetch_layers": 0},
+    ),
+    "split in a V, all on the host": ("zb-v", "attention", "none", "float32", {**TWO_STAGES, **HYPER, **ALL_MOVED}),
+    "two ahead, all on the host": (
+        "zb-h1",
+        "gated attention",
+        "core_attn",
+        "float32",
+        {**ALL_MOVED, "num_layers": 8, "tensor_offload_num_prefetch_layers": 2},
+    ),
 }
-DAILY = ("1f1b", "split in a V", "split, values on the host")
+DAILY = ("1f1b", "split in a V", "split, values on the host", "all on the host")
+PARAMETERS = [pytest.param(c, id=c, marks=() if c in DAILY else pytest.mark.slow) for c in CASES]
 BATCH = 4
 COUNT = 4
 
@@ -66,7 +85,7 @@ def check(measured: list[int], predicted: list[int], message: int, in_transit: l
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in DAILY else pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_the_peak_of_a_rank_is_predicted_but_for_messages(ranks, case):
     config = config_of(case)
     schedule = schedule_for(config, COUNT)
@@ -76,7 +95,7 @@ def test_the_peak_of_a_rank_is_predicted_but_for_messages(ranks, case):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in DAILY else pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", [each for each in PARAMETERS if "two ahead" not in each.id])
 def test_ranks_stay_within_a_budget(ranks, case):
     config = config_of(case)
     schedule = schedule_for(config, COUNT)

@@ -150,7 +150,7 @@ class StageParts:
         if not moving:
             return 0
         copied = self._times.of_block(self.config, (self._settings[number],), block, self._batch).moved
-        return copied - self._simulate_block(block, self.config, moving)["allocated"].moved
+        return copied - sum(self._simulate_block(block, self.config, moving)["allocated"].moved.values())
 
     @cached_property
     def _slowest_layer(self) -> tuple[float, float]:
@@ -206,13 +206,14 @@ class StageParts:
         settings = tuple(config.layer(number) for number in block.layers)
         times = self._times.of_block(config, settings, block, self._batch)
         first = simulations["allocated"]
+        moved = sum(first.moved.values())
         return BlockCost(
             block,
-            sum(first.saved_by_name.values()) - first.moved,
+            sum(first.saved_by_name.values()) - moved,
             self._peaks(simulations),
             times.recomputed + times.packed,
             all(layer.storage is not None for layer in settings),
-            first.moved,
+            moved,
             self._peaks(simulations, min(block.layers)),
             self._times.first_layer(config, settings, block, self._batch),
         )

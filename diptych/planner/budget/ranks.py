@@ -64,7 +64,8 @@ def rank_moments(
     in_flight = [0] * len(stages)
     beside = 0
     found: dict[int, list[Moment]] = {stage: [] for stage in stages}
-    for ((kind, stage, _), each, is_later), more in zip(backward_memory(actions, stages), messages, strict=True):
+    memory = [stages[action.stage] for action in actions]
+    for ((kind, stage, _), each, is_later), more in zip(backward_memory(actions, memory), messages, strict=True):
         if kind in "BI":
             in_flight[order[stage]] -= 1
         own = each["W"].peak - each["I"].after if kind == "W" else 0

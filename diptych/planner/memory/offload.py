@@ -7,12 +7,15 @@ fetched when a layer's backward begins, and a layer's own group when a replay of
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from diptych.planner.memory.nodes import Value
 from diptych.plans.config import TransformerConfig
-from diptych.plans.offload import layers_that_stay
-from diptych.plans.recompute import RecomputeBlock
+from diptych.plans.offload import ActivationStep, Use, action_uses, layers_that_stay, plan_activations
+from diptych.plans.recompute import RecomputeBlock, recompute_blocks
+from diptych.plans.schedule.actions import Action, Schedule
 
 
 class MovingValues:
@@ -22,10 +25,18 @@ class MovingValues:
         layers: layers whose groups move.
         min_bytes: values of fewer bytes stay on the device.
         num_prefetch_layers: backwards ahead of the current one whose groups are on the device.
+        returned: layers whose groups are on the device again when the backward begins.
     """
 
-    def __init__(self, layers: Iterable[int] = (), min_bytes: int = 0, num_prefetch_layers: int = 1) -> None:
+    def __init__(
+        self,
+        layers: Iterable[int] = (),
+        min_bytes: int = 0,
+        num_prefetch_layers: int = 1,
+        returned: Collection[int] = (),
+    ) -> None:
         self.layers = frozenset(layers)
+        self.returned = frozenset(returned)
         self._min_bytes = min_bytes
         self._ahead = num_prefetch_layers
         self.groups: defaultdict[int, dict[int, Value]] = defaultdict(dict)
@@ -35,6 +46,10 @@ class MovingValues:
         self.on_host: set[int] = set()
         self._leaving: int | None = None
 
+    def like(self, moves: "ActionMoves") -> "MovingValues":
+        """Return empty groups with the same settings, which move as in an action."""
+        return MovingValues(moves.leaving, self._min_bytes, self._ahead, moves.leaving - moves.on_host)
+
     def add(self, layer: int, values: Iterable[Value]) -> None:
         """Add values that an operation of a layer saves."""
         if layer in self.layers:
@@ -43,9 +58,14 @@ class MovingValues:
                     self.groups[layer][id(value)] = value
                     self.holders[id(value)] += 1
 
-    def values(self) -> list[Value]:
-        """Return the values of all groups, each once."""
-        return [*{number: value for group in self.groups.values() for number, value in group.items()}.values()]
+    def values(self) -> dict[int, list[Value]]:
+        """Return the values of each layer's group, each value with the first group that has it."""
+        found: dict[int, list[Value]] = {}
+        seen: set[int] = set()
+        for layer in sorted(self.groups):
+            found[layer] = [value for number, value in self.groups[layer].items() if number not in seen]
+            seen.update(self.groups[layer])
+        return found
 
     def end_forward(self, layer: int) -> list[Value]:
         """End the forward of a layer, and return the values whose copy to the host has ended with it."""
@@ -85,3 +105,87 @@ def moving_values(
     if backward_follows:
         moving -= set(layers[-ahead - 1 :])
     return MovingValues(moving, config.activation_offload_min_bytes, ahead)
+
+
+@dataclass
+class ActionMoves:
+    """Moves of saved values in an action of a pipeline rank."""
+
+    leaving: frozenset[int]
+    """Layers whose values move to the host after the microbatch's forward."""
+    on_host: frozenset[int] = frozenset()
+    """Layers whose values are on the host when the microbatch's backward begins."""
+    frees: Use | None = None
+    """The forward of an earlier action whose values are free on the device when the first layer's forward has ended."""
+    fetches: dict[int, list[Use]] = field(default_factory=dict)
+    """By layer, forwards of other microbatches whose values are fetched when the layer's backward begins."""
+
+
+class _Places(NamedTuple):
+    """Where the values of a rank's forwards are that move."""
+
+    on_host: set[Use]
+    outgoing: list[Use]
+    """The forward whose values are being copied to the host, if there is one."""
+
+
+def action_moves(config: TransformerConfig, schedule: Schedule, rank: int) -> list[ActionMoves]:
+    """Return the moves of saved values in each action of a pipeline rank.
+
+    A copy to the host that begins with the last forward of an action ends with the first forward of a later one.
+
+    Args:
+        config: the model, with its pipeline.
+        schedule: schedule of the step.
+        rank: the pipeline rank.
+    """
+    actions = schedule.actions[rank]
+    if not config.enable_activation_offload:
+        return [ActionMoves(frozenset()) for _ in actions]
+    blocks = [
+        block
+        for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1)
+        for block in recompute_blocks(config, vp_stage, rank)
+    ]
+    uses = [action_uses(config, action, rank) for action in actions]
+    joined = [use for each in uses for use in each]
+    stay = layers_that_stay(config, blocks)
+    steps = iter(plan_activations(joined, config.tensor_offload_num_prefetch_layers, stay=stay))
+    left: dict[tuple[int, int], frozenset[int]] = {}
+    places = _Places(set(), [])
+    found = []
+    for action, own in zip(actions, uses, strict=True):
+        each = [next(steps) for _ in own]
+        if action.kind == "F":
+            left[action[1:]] = frozenset(step.use.layer for step in each if step.leaves)
+            found.append(_forward_moves(each, left[action[1:]], places))
+        else:
+            found.append(_backward_moves(action, each, left[action[1:]], places))
+    return found
+
+
+def _forward_moves(steps: Iterable[ActivationStep], leaving: frozenset[int], places: _Places) -> ActionMoves:
+    """Return the moves of a forward, and update the places."""
+    moves = ActionMoves(leaving)
+    for number, step in enumerate(steps):
+        if number == 0 and places.outgoing:
+            moves.frees = places.outgoing[0]
+        places.on_host.update(places.outgoing)
+        places.outgoing[:] = [step.use] * step.leaves
+    return moves
+
+
+def _backward_moves(
+    action: Action, steps: Iterable[ActivationStep], leaving: frozenset[int], places: _Places
+) -> ActionMoves:
+    """Return the moves of a backward, and update the places."""
+    own = {use.layer for use in places.on_host if use.microbatch == action.microbatch and use.layer in leaving}
+    moves = ActionMoves(leaving, frozenset(own))
+    for step in steps:
+        for forward in step.fetches:
+            is_own = forward.microbatch == action.microbatch and forward.layer in leaving
+            if forward in places.on_host and not is_own:
+                moves.fetches.setdefault(step.use.layer, []).append(forward)
+            places.on_host.discard(forward)
+            places.outgoing[:] = [use for use in places.outgoing if use != forward]
+    return moves

@@ -3,18 +3,21 @@
 An action begins with what the microbatches in flight have saved, what waits for W, and the gradients of parameters that
 exist by then. Beside these are messages in transit, of which diptych.planner.memory.in_transit counts as many as there
 can be. Fewer are there when a rank's neighbours are fast.
+
+Saved values that move to the host may still be on the device in the next action, and those that the next backwards need
+are fetched in the actions before them; see diptych.planner.memory.offload.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from diptych.planner.memory.in_transit import most_in_transit
-from diptych.planner.memory.simulate import Simulation
+from diptych.planner.memory.offload import ActionMoves, action_moves
+from diptych.planner.memory.simulate import AFTER, BEFORE, Simulation
 from diptych.planner.memory.stages import memory_key, simulate_stage
 from diptych.planner.traffic import message_bytes
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Action, Schedule
-from diptych.plans.schedule.partition import num_stages
 
 
 class ActionMemory(NamedTuple):
@@ -24,6 +27,8 @@ class ActionMemory(NamedTuple):
     """Largest number of bytes allocated during the action, above those of the microbatch before F."""
     after: int
     """Bytes allocated when the action has ended, above the same."""
+    parts: Mapping[int, int]
+    """``peak`` in the part of each layer, BEFORE the layers and AFTER them; of W, as a whole, in BEFORE."""
 
 
 class StageActions(NamedTuple):
@@ -34,9 +39,13 @@ class StageActions(NamedTuple):
     """B, I and W of the first microbatch, which allocate the gradients of parameters."""
     later: dict[str, ActionMemory]
     """B, I and W of another microbatch, which add to them."""
+    moved: Mapping[int, int]
+    """Bytes of the saved values that move to the host, by layer."""
 
 
-def stage_actions(config: TransformerConfig, stage: int, batch: int, splits: bool) -> StageActions:
+def stage_actions(
+    config: TransformerConfig, stage: int, batch: int, splits: bool, moves: ActionMoves | None = None
+) -> StageActions:
     """Predict the bytes of the actions of a stage.
 
     Args:
@@ -44,27 +53,28 @@ def stage_actions(config: TransformerConfig, stage: int, batch: int, splits: boo
         stage: global number of the stage.
         batch: sequences of a microbatch.
         splits: True if backward is split into I and W.
+        moves: moves of the microbatch's saved values; None: those of a backward that follows its forward at once.
     """
-    whole = simulate_stage(config, stage, batch)[0]
-    forward = ActionMemory(whole.forward_peak, sum(whole.saved_by_name.values()))
-    added = simulate_stage(config, stage, batch, gradients="added")[0]
+    whole = simulate_stage(config, stage, batch, moves=moves)[0]
+    forward = ActionMemory(whole.forward_peak, sum(whole.saved_by_name.values()), whole.forward_peaks)
+    added = simulate_stage(config, stage, batch, gradients="added", moves=moves)[0]
     first = {"B": _backward(whole)}
     later = {"B": _backward(added)}
     if splits:
-        first |= _split(simulate_stage(config, stage, batch, gradients="deferred")[0])
-        later |= _split(simulate_stage(config, stage, batch, gradients="deferred and added")[0])
-    return StageActions(forward, first, later)
+        first |= _split(simulate_stage(config, stage, batch, gradients="deferred", moves=moves)[0])
+        later |= _split(simulate_stage(config, stage, batch, gradients="deferred and added", moves=moves)[0])
+    return StageActions(forward, first, later, whole.moved)
 
 
 def _backward(simulation: Simulation) -> ActionMemory:
-    return ActionMemory(simulation.backward_peak, simulation.held)
+    return ActionMemory(simulation.backward_peak, simulation.held, simulation.backward_peaks)
 
 
 def _split(simulation: Simulation) -> dict[str, ActionMemory]:
     """Return I and W of a simulation that defers."""
     return {
-        "I": ActionMemory(simulation.backward_peak, simulation.before_weights),
-        "W": ActionMemory(simulation.weights_peak, simulation.held),
+        "I": ActionMemory(simulation.backward_peak, simulation.before_weights, simulation.backward_peaks),
+        "W": ActionMemory(simulation.weights_peak, simulation.held, {BEFORE: simulation.weights_peak}),
     }
 
 
@@ -77,19 +87,28 @@ def rank_peaks(config: TransformerConfig, schedule: Schedule, batch: int) -> lis
         batch: sequences of a microbatch.
     """
     found: dict[Hashable, StageActions] = {}
-    stages = []
-    for stage in range(num_stages(config)):
-        key = memory_key(config, stage)
+
+    def memory_of(action: Action, moves: ActionMoves) -> StageActions:
+        key = (
+            memory_key(config, action.stage),
+            config.enable_activation_offload and (action.stage, moves.leaving, moves.on_host),
+        )
         if key not in found:
-            found[key] = stage_actions(config, stage, batch, schedule.splits_backward)
-        stages.append(found[key])
+            found[key] = stage_actions(config, action.stage, batch, schedule.splits_backward, moves)
+        return found[key]
+
     message = message_bytes(config, batch)
-    transit = most_in_transit(schedule)
-    return [_peak(*each, stages, message) for each in zip(schedule.actions, transit, strict=True)]
+    peaks = []
+    for rank, transit in enumerate(most_in_transit(schedule)):
+        actions = schedule.actions[rank]
+        moves = action_moves(config, schedule, rank)
+        memory = [memory_of(*each) for each in zip(actions, moves, strict=True)]
+        peaks.append(_peak(actions, moves, memory, [message * count for count in transit]))
+    return peaks
 
 
 def backward_memory(
-    actions: Iterable[Action], stages: Sequence[StageActions] | Mapping[int, StageActions]
+    actions: Iterable[Action], memory: Iterable[StageActions]
 ) -> Iterator[tuple[Action, dict[str, ActionMemory], bool]]:
     """Yield each action of a rank with the bytes of its microbatch's B, I and W.
 
@@ -98,29 +117,55 @@ def backward_memory(
 
     Args:
         actions: actions of the rank, in order.
-        stages: bytes of the actions of a stage, by its global number.
+        memory: bytes of the actions of each action's stage.
     """
     begun: set[tuple[str, int]] = set()
-    for action in actions:
+    for action, own in zip(actions, memory, strict=True):
         kind, stage, _ = action
         is_later = ("W" if kind == "W" else "I", stage) in begun
-        yield action, stages[stage].later if is_later else stages[stage].first, is_later
+        yield action, own.later if is_later else own.first, is_later
         if kind != "F":
             begun |= {("I", stage), ("W", stage)} if kind == "B" else {(kind, stage)}
 
 
-def _peak(actions: Sequence[Action], transit: Sequence[int], stages: Sequence[StageActions], message: int) -> int:
-    """Return the peak of a rank from its actions, and the messages in transit during each."""
+def _peak(
+    actions: Sequence[Action], moves: Sequence[ActionMoves], memory: Sequence[StageActions], messages: Sequence[int]
+) -> int:
+    """Return the peak of a rank.
+
+    Args:
+        actions: its actions, in order.
+        moves: moves of saved values in each action.
+        memory: bytes of the actions of each action's stage.
+        messages: bytes of messages in transit during each action.
+    """
     allocated = 0
     peak = 0
-    for ((kind, stage, _), each, _), messages in zip(backward_memory(actions, stages), transit, strict=True):
-        forward = stages[stage].forward
+    moved: dict[tuple[int, int], int] = {}
+    """Bytes of each layer and microbatch that move to the host."""
+    each_backward = backward_memory(actions, memory)
+    for (action, each, _), own, move, beside in zip(each_backward, memory, moves, messages, strict=True):
+        kind, _, microbatch = action
+        now = own.forward if kind == "F" else each[kind]
+        changes: dict[int, int] = {}
+        """Bytes that other microbatches allocate when the part of a layer begins."""
         if kind == "F":
-            now = forward
+            moved |= {(layer, microbatch): size for layer, size in own.moved.items()}
             before = 0
+            order = [BEFORE, *sorted(layer for layer in now.parts if layer >= 0), AFTER]
+            if move.frees is not None:
+                changes[order[2]] = -moved[move.frees[1:]]
         else:
-            now = each[kind]
-            before = each["I"].after if kind == "W" else forward.after
-        peak = max(peak, allocated - before + now.peak + message * messages)
-        allocated += now.after - before
+            gone = move.leaving - {max(own.forward.parts)}  # when the forward has ended, its last layer is being copied
+            before = own.forward.after + sum(moved[layer, microbatch] for layer in gone - move.on_host)
+            before -= sum(moved[layer, microbatch] for layer in move.on_host - gone)
+            if kind == "W":
+                before = each["I"].after
+            order = [AFTER, *sorted((layer for layer in now.parts if layer >= 0), reverse=True), BEFORE]
+            changes = {layer: sum(moved[use[1:]] for use in uses) for layer, uses in move.fetches.items()}
+        allocated -= before
+        for part in order:
+            allocated += changes.get(part, 0)
+            peak = max(peak, allocated + now.parts.get(part, 0) + beside)
+        allocated += now.after
     return peak

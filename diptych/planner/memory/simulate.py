@@ -20,8 +20,10 @@ Gradients = Literal["allocated", "added", "deferred", "deferred and added"]
 or W of a split backward computes those of linear maps, and allocates or adds them."""
 GENERATOR_STATE = 5056
 """Bytes of the state of PyTorch's CPU generator, which torch.utils.checkpoint saves in each of its calls."""
-_NO_LAYER = -1
-"""Stands for the layer of operations before the layers and after them."""
+BEFORE = -1
+"""Stands for the layer of operations before the layers."""
+AFTER = -2
+"""Stands for the layer of operations after the layers."""
 
 
 @dataclass(eq=False)
@@ -69,10 +71,10 @@ class Simulation:
         backward_peak: largest number of bytes allocated in backward.
         before_weights: bytes allocated when backward has ended: gradients, and what waits for W.
         weights_peak: largest number of bytes allocated in W.
-        forward_peaks: largest number of bytes allocated in the forward of each layer.
-        backward_peaks: largest number of bytes allocated in the backward of each layer.
+        forward_peaks: largest number of bytes allocated in the forward of each layer, BEFORE them and AFTER them.
+        backward_peaks: largest number of bytes allocated in the backward of each layer, BEFORE them and AFTER them.
         saved_by_name: bytes saved for backward on the device by name, after forward.
-        moved: bytes of the saved values that move to the host.
+        moved: bytes of the saved values that move to the host, by layer.
     """
 
     def __init__(self, length: int = 0, gradients: Gradients = "allocated", moving: MovingValues | None = None) -> None:
@@ -94,13 +96,13 @@ class Simulation:
         self._maker: dict[int, Region] = {}
         self._discarded: set[int] = set()
         self._moving = moving or MovingValues()
-        self.moved = 0
+        self.moved: dict[int, int] = {}
         self.forward_peaks: Counter[int] = Counter()
         self.backward_peaks: Counter[int] = Counter()
         self._peaks = self.forward_peaks
         self._layer_of: dict[int, int] = {}
         """Layer of each operation, by identity."""
-        self._layer = _NO_LAYER
+        self._layer = BEFORE
         """Layer of the current operation."""
 
     def run(
@@ -124,15 +126,20 @@ class Simulation:
             if block.kind == "full":
                 state = Value("generator state", GENERATOR_STATE)
                 nodes.append(Node([], [state], [state]))
+                self._layer_of[id(nodes[-1])] = block.layers[0]
             self._plan(block, layers, nodes, discards, last)
         nodes += last
+        self._layer_of.update((id(node), AFTER) for node in last)
         self._forward(nodes, discards)
         for value in self._present.values():
             self.saved_by_name[value.name] += value.size
-        self.moved = sum(value.size for value in self._moving.values() if self._leaves(value))
+        moved = {layer: [*filter(self._leaves, values)] for layer, values in self._moving.values().items()}
+        self.moved = {layer: sum(value.size for value in values) for layer, values in moved.items()}
         self.forward_peak = self.peak
-        self.peak = self.held
         self._peaks = self.backward_peaks
+        for layer, values in moved.items():
+            self._place(values, on_host=layer not in self._moving.returned)
+        self.peak = self.held
         self._backward(nodes)
         self.backward_peak = self.peak
         self.before_weights = self.held
@@ -191,7 +198,7 @@ class Simulation:
         last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.saves, *node.alive]}
         opened: set[int] = set()
         for index, node in enumerate(nodes):
-            self._layer = self._layer_of.get(id(node), _NO_LAYER)
+            self._layer = self._layer_of.get(id(node), BEFORE)
             self._make(node)
             region = self._region_of.get(id(node))
             if region is None:
@@ -210,7 +217,7 @@ class Simulation:
                 for value in discarded.outputs:
                     self._drop(value)
             is_end = index + 1 == len(nodes) or self._layer_of.get(id(nodes[index + 1])) != self._layer
-            if is_end and self._layer != _NO_LAYER:
+            if is_end and self._layer >= 0:
                 for value in filter(self._leaves, self._moving.end_forward(self._layer)):
                     self._moving.on_host.add(id(value))
                     if last_read.get(id(value), -1) <= index:
@@ -220,7 +227,7 @@ class Simulation:
         """Simulate the allocations of backward, with replays of recomputed regions."""
         gradients: dict[int, int] = {}
         for node in reversed(nodes):
-            layer = self._layer_of.get(id(node), _NO_LAYER)
+            layer = self._layer_of.get(id(node), BEFORE)
             if layer != self._layer:
                 self._layer = layer
                 self._fetch(self._moving.begin_backward(layer))
@@ -293,6 +300,16 @@ class Simulation:
             region = self._maker.get(id(value))
             if id(value) not in self._present and region is not None and not region.is_replayed:
                 self._replay(region)
+
+    def _place(self, values: Iterable[Value], on_host: bool) -> None:
+        """Let values be on the host, or on the device, when backward begins."""
+        for value in values:
+            if on_host:
+                self._moving.on_host.add(id(value))
+                self._drop(value)
+            elif id(value) in self._moving.on_host:
+                self._moving.on_host.discard(id(value))
+                self._fetch([value])
 
     def _fetch(self, values: Iterable[Value]) -> None:
         """Allocate values that are copied from the host, unless nothing needs them any more."""

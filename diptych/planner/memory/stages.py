@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from diptych.planner.memory.graph import GraphBuilder
 from diptych.planner.memory.nodes import Layer, Node, Value
-from diptych.planner.memory.offload import moving_values
+from diptych.planner.memory.offload import ActionMoves, moving_values
 from diptych.planner.memory.rule import chunk_size, rule_scratch
 from diptych.planner.memory.simulate import Gradients, Simulation
 from diptych.plans.config import TransformerConfig
@@ -55,7 +55,12 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
 
 
 def simulate_stage(
-    config: TransformerConfig, stage: int, batch: int, length: int | None = None, gradients: Gradients = "allocated"
+    config: TransformerConfig,
+    stage: int,
+    batch: int,
+    length: int | None = None,
+    gradients: Gradients = "allocated",
+    moves: ActionMoves | None = None,
 ) -> tuple[Simulation, "_StageBuilder"]:
     """Simulate one microbatch on a stage, and return the simulation and the builder of its operations.
 
@@ -65,10 +70,14 @@ def simulate_stage(
         batch: as in predict_stage_memory.
         length: as in predict_stage_memory.
         gradients: what backward does with the gradients of parameters.
+        moves: moves of the microbatch's saved values; None: those of a backward that follows its forward at once.
     """
     builder = _StageBuilder(config, batch, length or config.seq_length)
     blocks = recompute_blocks(config, *get_stage_place(config, stage))
-    memory = Simulation(builder.length, gradients, moving_values(config, _layers(config, stage), blocks))
+    moving = moving_values(config, _layers(config, stage), blocks)
+    if moves is not None:
+        moving = moving.like(moves)
+    memory = Simulation(builder.length, gradients, moving)
     if stage == 0:
         begin, x = builder.embedding()
     else:
