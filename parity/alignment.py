@@ -1,4 +1,4 @@
-"""Which submodules of two recorded models belong together, and which of their arrays and parameters."""
+"""Alignment of two recorded models: corresponding submodules, arrays and parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,9 +66,9 @@ class ChannelsFirst(JaxImplementation):
 
 
 def channels_last(array: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return an array of PyTorch with its second axis last, if another one of JAX is closer to that than to the array.
+    """Return a PyTorch array with its second axis last if that is closer to the JAX array than the array itself.
 
-    Convolutions have their channels there.
+    JAX's convolutions have their channels last.
     """
     if array.ndim < 3 or np.moveaxis(array, 1, -1).shape != other.shape:
         return array

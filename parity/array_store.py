@@ -13,9 +13,9 @@ _ALIGNMENT = 64
 
 
 class ArrayStore:
-    """Arrays of which those beyond a limit are in files of a temporary folder.
+    """A store of arrays; arrays beyond a limit are in files of a temporary folder.
 
-    The folder exists while the store is entered. Arrays in it are not valid afterwards.
+    The folder exists while the store is entered. Its arrays are not valid afterwards.
 
     Args:
         limit: bytes of arrays that stay in memory.

@@ -40,9 +40,12 @@ def explained(label: str, function: Any, arrays: Leaves, arguments: tuple[tuple,
 
     Args:
         label: name of the framework.
-        function: what is called.
+        function: the function, module or pytree that is called.
         arrays: the inputs by name.
         arguments: positional and keyword arguments.
+
+    Raises:
+        ValueError: the function does not accept the arguments, or jax.jit cannot trace it.
     """
     try:
         yield
@@ -86,7 +89,11 @@ def _is_about_arguments(error: TypeError, function: Any, arguments: tuple[tuple,
 
 @contextlib.contextmanager
 def missing_kernels(label: str, dtype: str | None) -> Iterator[None]:
-    """Explain that a framework lacks an operation in a dtype, or its gradient."""
+    """Explain that a framework lacks an operation in a dtype, or its gradient.
+
+    Raises:
+        ValueError: an operation or a gradient is missing.
+    """
     try:
         yield
     except (NotImplementedError, RuntimeError) as error:

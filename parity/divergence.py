@@ -207,7 +207,7 @@ class OperationError(NamedTuple):
     jax: float
     """Difference of JAX from float64."""
     unequal: float
-    """Share of entries whose bits differ between the backends."""
+    """Share of entries whose values differ between the backends."""
 
 
 def operation_pair(name: str, **settings: Any) -> OperationPair:
@@ -318,7 +318,7 @@ def _mixer(
 def _sinkhorn_logits(
     config: TransformerConfig, streams: np.ndarray, phi: np.ndarray, alpha: np.ndarray, bias: np.ndarray
 ) -> np.ndarray:
-    """Return the logits of Sinkhorn (mHC, eqs. 5-6). float32, or float64 for float64 streams; [B, T, S, S]."""
+    """Return the logits of Sinkhorn (mHC, eqs. 5-6), computed in float64 and rounded to phi's dtype, [B, T, S, S]."""
     size = config.num_residual_streams
     x = streams.astype(np.float64).reshape(*streams.shape[:2], -1)
     inverse_rms = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + config.layernorm_epsilon)

@@ -1,4 +1,4 @@
-"""Comparison of a function of PyTorch with a function of JAX: outputs, gradients, and if a difference is rounding.
+"""Comparison of a function of PyTorch with a function of JAX: outputs, gradients, and the cause of a difference.
 
 Both run on equal inputs, under equal random cotangents, first in float64. A difference there is a bug: rounding in
 float64 is far smaller than any bug. Then both run in float32 and bfloat16, where the distance of each from its own
@@ -165,7 +165,11 @@ class Pair:
         return recorder.narrowest
 
     def cotangents(self, both: tuple[Values, Values], seed: int) -> Leaves:
-        """Return random cotangents of all floating outputs, after comparing the outputs' names, shapes and kinds."""
+        """Return random cotangents of all floating outputs, after comparing the outputs' names, shapes and kinds.
+
+        Raises:
+            ValueError: the names, shapes or kinds differ.
+        """
         ours, theirs = self._runs("float64", both, None)
         if ours.outputs.keys() != theirs.outputs.keys():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a computation does inside: its longest reduction, and whether it computes in a narrower dtype than it was given.
+"""Inspection of a computation: its longest reduction, and whether it computes in a narrower dtype than it was given.
 
 A function that casts to float32 inside returns float32 accuracy also when it is given float64. A float64 comparison has
 to know that: where both implementations do so, the difference may be as large as an ulp of float32; where only one

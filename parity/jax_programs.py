@@ -33,7 +33,11 @@ class JaxProgram(NamedTuple):
 
 
 def jax_program(function: Any, dtype: str | None) -> JaxProgram:
-    """Return any supported JAX callable, as it runs in a dtype, as a function of parameters and inputs."""
+    """Return any supported JAX callable, as it runs in a dtype, as a function of parameters and inputs.
+
+    Raises:
+        ValueError: the callable is not of a supported kind.
+    """
     if isinstance(function, type):
         name = function.__name__
         raise ValueError(f"jax side: expected a function or an instance of {name}, got the class; write {name}(...)")

@@ -1,4 +1,4 @@
-"""Search of the first submodule in which two models differ.
+"""Search for the first submodule in which two models differ.
 
 Both models run once on equal inputs and parameters, and every call of a submodule is recorded. A difference at a point
 may be inherited from an earlier one. Therefore the search goes down the tree of modules, in forward order and then in
@@ -235,7 +235,7 @@ def _check_dropout(torch_module: nn.Module, jax_module: Any) -> None:
 
 @dataclass
 class _JudgedPair(Pair):
-    """Two implementations of which the caller says how precisely they compute."""
+    """Two implementations whose precision the caller states."""
 
     precision: str = "float64"
     given: Leaves | None = None

@@ -19,9 +19,9 @@ class MeasuredMemory(NamedTuple):
 
 
 def measure_torch(config: TransformerConfig, batch: Batch) -> MeasuredMemory:
-    """Run one step of the PyTorch model on a batch and return its predicted and measured memory.
+    """Run forward and backward of the PyTorch model on a batch, and return their predicted and measured memory.
 
-    The measurement counts every allocation.
+    The measurement counts every allocation of the second run.
     """
     import torch
 

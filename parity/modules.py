@@ -72,7 +72,7 @@ def pair_of_modules(
     static: Mapping[str, Any] | None = None,
     device: str | torch.device = "cpu",
 ) -> Pair:
-    """Return two modules with linked parameters; see compare_modules."""
+    """Return two modules with linked parameters; see compare_modules for arguments and errors."""
     if not isinstance(torch_module, nn.Module):
         raise ValueError(f"torch_module: expected an nn.Module, got {type(torch_module).__name__}")
     if names is not None and not isinstance(names, Mapping):

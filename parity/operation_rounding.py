@@ -2,7 +2,7 @@
 
 Changes of the inputs do not show all rounding errors. The gradient of a sum of terms that cancel is an example: changed
 inputs give other terms, which cancel too, but rounding errors of the terms do not. Here the result of each operation is
-changed at random as much as rounding to a dtype would, forward and backward. Operations of JAX are not emulated: an
+changed at random by the unit roundoff of a dtype, forward and backward. Operations of JAX are not emulated: an
 implementation in JAX whose rounding errors are three times larger than these is reported as different.
 
 Reference: Parker, Monte Carlo Arithmetic, UCLA CSD-970002 (1997).
@@ -46,7 +46,7 @@ _EXACT = frozenset(
 
 
 class OperationRounding(TorchDispatchMode):
-    """A mode in which the floating results of operations are changed by up to half an ulp, up or down.
+    """A mode in which the floating results of operations are changed by a factor of 1 + u or 1 - u, u = epsilon / 2.
 
     Args:
         epsilon: machine epsilon of the dtype to emulate.

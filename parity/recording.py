@@ -1,4 +1,4 @@
-"""Recording of what every submodule receives and returns, and of the cotangents of what it returns.
+"""Recording of the inputs and outputs of every submodule, and of the cotangents of its outputs.
 
 PyTorch: forward hooks, and a hook on each returned tensor. JAX: calls of submodules are intercepted while the whole
 model is traced; zeros are added to each returned array, and the gradient with respect to those zeros is the cotangent.
@@ -41,7 +41,7 @@ class Point(NamedTuple):
 
 @dataclass
 class Call:
-    """What a submodule received and returned; floating values in float64."""
+    """The inputs and outputs of one call of a submodule; floating values in float64."""
 
     args: tuple
     """Positional arguments, with only shapes in place of arrays."""
@@ -159,7 +159,7 @@ class _TorchRecorder:
         point = Point(path, self._counts[path])
         parent = self._running[-1] if self._running else None
         self._running.append(point)
-        if self._is_over:  # a checkpoint runs forward again in backward
+        if self._is_over:  # a checkpoint replays forward in backward
             return
         self._counts[path] += 1
         args, kwargs, names = _bound(function, args, kwargs)

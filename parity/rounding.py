@@ -1,9 +1,9 @@
 r"""Derived tolerances, which separate rounding from bugs.
 
 Correct implementations of one computation differ, because they round intermediate values in different places. How much
-that changes the result depends on the computation, so no constant tolerance fits. Here the computation itself is asked:
-its inputs and parameters are changed by one ulp at random, which is what a rounding error does, and the change of each
-result is measured (its *spread*). Two correct implementations differ by a small multiple of it.
+that changes the result depends on the computation, so no constant tolerance fits. Here the tolerance is measured on the
+computation itself: its inputs and parameters are changed by one ulp at random, as a rounding error changes them, and
+the change of each result is its *spread*. Two correct implementations differ by a small multiple of the spread.
 
 Let $a$ and $b$ be a result in both implementations, $s$ the largest spread over some draws and both implementations,
 $u$ the unit roundoff of the dtype, and $n$ the length of the longest reduction. In the Euclidean norm of one array,
@@ -13,8 +13,8 @@ $$\lVert a - b\rVert \le F s + 1.5 u \sqrt{n}\, \max(\lVert a\rVert, \lVert b\rV
 The second term is the floor: both results are rounded once, and a sum of $n$ terms accumulates about $\sqrt{n}$
 rounding errors.
 
-Elements that both sides have bit by bit equal, and that no run moves, are constants: they do not enter the norms of $a$
-and $b$. Otherwise a mask of -1e30 would hide all other elements. Norms are scaled by the largest element, so that they
+Elements that are equal on both sides, and that no run moves, are constants: they do not enter the norms of $a$ and $b$.
+Otherwise a mask of -1e30 would hide all other elements. Norms are scaled by the largest element, so that they
 neither overflow nor underflow. Numbers below the smallest normal one round absolutely, by up to SMALLEST each.
 
 In float32 and bfloat16, a difference above this bound is not reported yet: the operations of PyTorch are then run with
@@ -79,7 +79,7 @@ def perturbed(values: Leaves, epsilon: float, rng: np.random.Generator) -> Leave
 
 
 class Spread(NamedTuple):
-    """How runs on changed inputs move a result."""
+    """The change of a result by runs on changed inputs."""
 
     size: float
     """Largest Euclidean norm of the change; of integers, the largest number of elements that change."""
@@ -110,7 +110,7 @@ class Difference(NamedTuple):
     tolerance: float
     """Largest relative norm that counts as rounding."""
     rule: str
-    """Which term of the tolerance is larger: "spread" or "floor"; for integers "exact", or "flips" of rounded ones."""
+    """The larger term of the tolerance, "spread" or "floor"; for integers "exact", or "flips" of rounded ones."""
     verdict: str
     """EQUAL, ROUNDING, DIFFERENT or UNJUDGED."""
     place: tuple[int, ...]

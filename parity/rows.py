@@ -22,7 +22,7 @@ REMEDY = (
     "choose other inputs (without equal values, zeros or values at a kink), return a result that is better "
     "conditioned, or leave this one out of what both functions return"
 )
-"""What to do about a result that cannot be judged."""
+"""Remedy for a result that cannot be judged."""
 Results = Mapping[tuple[str, str], np.ndarray]
 """Results of one implementation by kind of row and name."""
 
@@ -74,10 +74,10 @@ class Report:
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
-    """What else a reader should know, one sentence each."""
+    """Further facts about the comparison, one or two sentences each."""
     title: str = ""
     named: ClassVar[str] = "the worst:"
-    """Which of the different rows comes first."""
+    """Words before the row that a failure names: the first one of ``different``."""
 
     @property
     def different(self) -> list[Row]:

@@ -194,7 +194,7 @@ def shapes(rank: int, block: int = 16, largest: int = 64, *, empty: bool = False
 
 
 def _counted(size: int, block: int) -> int:
-    """Count what kinds of size a size is."""
+    """Count the kinds of a size, and return the size."""
     kinds = {
         "empty": size == 0,
         "one": size == 1,

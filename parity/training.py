@@ -27,7 +27,7 @@ from parity.pytrees import Leaves, is_floating, map_arrays, to_numpy, widened
 from parity.rounding import DIFFERENT, DRAWS, UNITS, distance, judge, perturbed
 
 QUANTITIES = ("loss", "gradient", "optimizer state", "parameter")
-"""What is compared in every step, in the order in which a step computes it."""
+"""Quantities that are compared in every step, in the order in which a step computes them."""
 OPTAX_STATES = {
     "exp_avg": "mu",
     "exp_avg_sq": "nu",
@@ -181,7 +181,7 @@ class _Batch(NamedTuple):
 
 @dataclass
 class _Training:
-    """Two modules with linked parameters, and what trains them."""
+    """Two modules with linked parameters, and their losses, optimizers and batches."""
 
     pair: Pair
     losses: tuple[Callable, Callable]

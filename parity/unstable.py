@@ -27,12 +27,12 @@ from parity.rounding import (
 from parity.rows import Results, Row
 
 DECIDES = 1e-3
-"""Largest relative tolerance that decides anything; in narrow dtypes, ULPS of them if that is more."""
+"""Largest relative tolerance that decides anything; in narrow dtypes, ULPS machine epsilons if that is more."""
 ULPS = 128.0
 ZERO = 10.0
 """Multiple of its own spread up to which a result is taken for the rounding error of a 0."""
 GROWTH = 100.0
-"""Least growth of rounding errors with a machine epsilon of the square root."""
+"""Least growth of rounding errors if the square root of the machine epsilon takes its place."""
 JUMP_DRAWS = (16, 64)
 """Perturbations that search elements that jump: at first, and before a difference of others counts."""
 
@@ -59,7 +59,7 @@ class Perturbable(Protocol):
 
 
 class Measured(NamedTuple):
-    """What a comparison in float64 has measured."""
+    """The measurements of a comparison in float64."""
 
     both: tuple[Values, Values]
     cotangents: Leaves | None

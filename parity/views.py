@@ -50,7 +50,11 @@ class View:
         self.figure, self.reports = self.compute(self.static)
 
     def update(self, **values: Any) -> None:
-        """Compute the view for other values of static arguments."""
+        """Compute the view for other values of static arguments.
+
+        Raises:
+            ValueError: an argument has no slider, or as in the function that made the view.
+        """
         unknown = sorted(values.keys() - self.sliders.keys())
         if unknown:
             raise ValueError(

@@ -64,9 +64,9 @@ class PlanRequest:
     generate_effort: float = 3.0
     """Effort of generate_schedule, in millions of simulated actions; a million takes about half a second."""
     link_bandwidth: float = 50.0
-    """Bandwidth between host and device, GB/s; for offload and for the search."""
+    """Bandwidth between host and device, GB/s, for predicted times."""
     compute_rate: float = 300.0
-    """Rate of the device in matrix products, TFLOP/s; for offload and for the search."""
+    """Rate of the device in matrix products, TFLOP/s, for predicted times."""
     memory_limit: str | None = None
     """Bytes per rank, as in 80GiB. With ranks: search the fastest configurations that fit. With generate_schedule:
     limit for every rank, including parameters, gradients and moments."""
@@ -78,9 +78,9 @@ class PlanRequest:
     global_batch_size: int | None = None
     """Sequences of one step, for the search; None: one per rank."""
     memory_bandwidth: float = 3000.0
-    """Bandwidth of the device's memory, GB/s; for the search."""
+    """Bandwidth of the device's memory, GB/s, for predicted times."""
     network_bandwidth: float = 50.0
-    """Send bandwidth of a rank, GB/s; for the search."""
+    """Send bandwidth of a rank, GB/s, for predicted times."""
     num_results: int = 10
     """Number of configurations that the search prints."""
 

@@ -2,8 +2,7 @@
 
 A configuration is a mesh (pipeline, context and tensor-parallel ranks, replicas), a schedule with its virtual stages,
 recompute settings, offload of parameters on or off, and a microbatch size. Memory is predicted by
-diptych.planner.memory, time by diptych.planner.step_time. Offload of activations is not searched, because its memory is
-not predicted.
+diptych.planner.memory, time by diptych.planner.step_time. Offload of activations is not searched.
 
 Dominated configurations are dropped: those that another configuration beats or equals in both time and memory.
 
@@ -61,9 +60,9 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 MAX_TENSOR_PARALLEL = 8
 """Largest number of tensor-parallel ranks to try: they exchange activations in every layer, so a node should hold them.
 
-They divide sequences as well (sequence_parallel) if their number divides the length. Of 66 pairs of configurations with
-and without it, for each of two small models, some took up to 6% more memory or 8% more time with it; this is not
-tried."""
+They divide sequences as well (sequence_parallel) if their number times that of context ranks divides the length. Of 66
+pairs of configurations with and without it, for each of two small models, some took up to 6% more memory or 8% more
+time with it. Configurations without it are not tried where it is possible."""
 
 VIRTUAL = (2, 4)
 """Virtual stages per rank to try with the interleaved schedules."""

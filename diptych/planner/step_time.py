@@ -6,8 +6,8 @@ with these times. Exchanges between context ranks are assumed not to overlap wit
 the pipelined exchange, each context rank is one layer behind the rank before it (diptych.plans.schedule.wavefront).
 After the last backward come the sum of gradients over the ranks of one stage, and the optimizer's update.
 
-A layer's values that move to the host are copied while the next layer runs, forward, and come back while its backward
-runs; F and I wait for what is left of a copy then.
+Saved values of a layer that move to the host are copied during the forward of the next layer, and come back during the
+backward of that next layer. F and I wait for the rest of each copy.
 
 Not modelled: launch overhead, contention of messages, fused kernels, and other load of the machine.
 benchmarks/step_time.py compares the prediction with measured steps.
@@ -220,7 +220,7 @@ class StageTimes:
 BlocksOfStage: TypeAlias = tuple[tuple[tuple[LayerConfig, ...], RecomputeBlock], ...]
 """The recompute blocks of a stage, each with the settings of its layers."""
 StageBlocks: TypeAlias = tuple[BlocksOfStage, ...]
-"""Those of every stage."""
+"""The recompute blocks of every stage."""
 
 
 def blocks_of_stages(config: TransformerConfig) -> StageBlocks:

@@ -1,6 +1,6 @@
-"""Bytes that tensor-parallel ranks send each other in a step, and the time of their exchanges.
+"""Bytes that tensor-parallel ranks send each other in a step, and the rounds of their exchanges.
 
-Around a region (the mixer or the MLP of a layer) n ranks exchange what is between regions: X bytes of all tokens. In a
+Around a region (the mixer or the MLP of a layer) n ranks exchange the hidden states, X bytes for all tokens. In a
 ring, a gather or a scattered sum takes n - 1 rounds, in each of which a rank sends X / n; a sum takes both.
 
     sequence parallelism    gather before and scattered sum after; in backward the opposite
@@ -33,7 +33,7 @@ class RingExchanges(NamedTuple):
 
 
 def hidden_bytes(config: TransformerConfig, batch: int) -> int:
-    """Return the bytes X of all tokens of a microbatch between two modules, of one width."""
+    """Return the bytes X of the hidden states of all tokens of a microbatch, at the width of one stream."""
     tokens = batch * config.seq_length // config.context_parallel_size
     return tokens * config.hidden_size * ITEM_SIZES[config.compute_dtype]
 
@@ -137,7 +137,7 @@ def _wide(config: TransformerConfig) -> int:
 def _sent(
     config: TransformerConfig, forward: float, backward: float, count_forward: int, count_backward: int
 ) -> RingExchanges:
-    """Return what a rank sends of the bytes that all ranks exchange in so many gathers or scattered sums."""
+    """Return the share of one rank in the bytes that all ranks exchange, and the rounds of its exchanges."""
     n = config.tensor_model_parallel_size
     share = (n - 1) / n
     return RingExchanges(share * forward, share * backward, (n - 1) * count_forward, (n - 1) * count_backward)

@@ -23,7 +23,7 @@ from diptych.plans.fp8 import BLOCK, Quantization, dequantize, quantize
 from diptych.plans.recompute import RecomputeBlock
 
 QUANTIZATION = Quantization("float8_e4m3fn", (1, BLOCK))
-"""How saved values are quantised."""
+"""Quantisation of the saved values."""
 ACTIVATION_INPUT = "fc1_fp8"
 """Name of the saved input of an activation function."""
 _OF_MAP = {
@@ -98,7 +98,7 @@ def pack(x: np.ndarray) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, width: int) -> np.ndarray:
-    """Return the numbers that a packed array stands for.
+    """Return the array that a packed array stands for.
 
     Args:
         packed: array that pack has returned. [..., packed_width(width)] uint8

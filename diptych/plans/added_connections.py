@@ -1,4 +1,4 @@
-"""Hyper-connections that are added to a model of others: their configuration and initial values."""
+"""Hyper-connections that are added to a third-party model: their configuration and initial values."""
 
 import math
 from typing import Any, Literal

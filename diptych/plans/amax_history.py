@@ -66,7 +66,7 @@ def is_history(shape: tuple[int, ...]) -> bool:
 
 
 def observed(exponents: Any, places: Any, xp: Any = np) -> Any:
-    """Return 1 at the exponents of the largest entries of a map's arrays, and else 0: SHAPE, float32.
+    """Return 1 at the exponents of the largest entries of a map's arrays, and else 0, as floating-point array of SHAPE.
 
     An array of zeros (or numbers below 2^-126), or with an entry that is not finite, has no exponent.
 
@@ -98,7 +98,7 @@ def scales(history: np.ndarray, recipe: ProductRecipe, factor: int = 1) -> np.nd
     Args:
         history: history of a linear map. SHAPE
         recipe: how the map quantises.
-        factor: by how much the gradients of backward are larger than those of the mean loss of the step.
+        factor: gradients of backward divided by those of the mean loss of the step.
     """
     if not is_valid(history):
         return np.full(3, np.nan, np.float32)

@@ -121,8 +121,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Pat
 
     Raises:
         ValueError: ``keep`` is below 1.
-        CheckpointError: the folder is not writable or has a checkpoint of a later step, the disk is full, or an
-            element is not finite. Earlier checkpoints remain.
+        CheckpointError: the folder is not writable or has a checkpoint of a later step, the disk is full, an element
+            is not finite, or a second moment is negative. Earlier checkpoints remain.
     """
     if keep < 1:
         raise ValueError(f"keep: expected at least 1, got {keep}")
@@ -171,7 +171,8 @@ def write_weights(folder: Path, model: TransformerConfig, read: Callable[[str], 
         The path of the checkpoint.
 
     Raises:
-        CheckpointError: the folder has checkpoints or is not writable, the disk is full, or an element is not finite.
+        CheckpointError: the folder has checkpoints or metrics, or is not writable, the disk is full, or an element is
+            not finite.
     """
     check_unused(folder)
     path = folder / f"step_{0:08d}.safetensors"

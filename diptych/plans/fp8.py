@@ -1,4 +1,4 @@
-"""FP8: what a product of 8-bit floats computes, in NumPy; both backends compute the same bits.
+"""FP8: products of 8-bit floats, in NumPy; the quantised arrays of both backends are bitwise equal to these.
 
 An array is quantised by a scale for the whole array (recipes ``current`` and ``delayed``), or for every block of it
 (``blockwise``):
@@ -53,23 +53,23 @@ LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 class Quantization(NamedTuple):
-    """How an array is quantised."""
+    """The quantisation of an array."""
 
     dtype: str
     """Name of the 8-bit type."""
     block: tuple[int, int] | None
     """Rows and columns of a block; None: one scale for the whole array."""
     delayed: bool = False
-    """The scale comes from earlier steps instead of the array."""
+    """True if the scale comes from earlier steps instead of the array."""
 
     @property
     def largest(self) -> float:
-        """Return the largest number of the type."""
+        """The largest number of the type."""
         return LARGEST[self.dtype]
 
 
 class ProductRecipe(NamedTuple):
-    """How the arrays of a linear map are quantised for its three products."""
+    """The quantisation of the arrays of a linear map for its three products."""
 
     inputs: Quantization
     weights: Quantization
@@ -137,7 +137,7 @@ def linear_recipe(config: TransformerConfig, name: str) -> ProductRecipe | None:
 
 
 def scales(amax: np.ndarray, quantization: Quantization) -> np.ndarray:
-    """Return the scale of each maximum: 1 where no scale is finite, NaN where the maximum is not.
+    """Return the scale of each maximum: 1 where the scale would be infinite, NaN where the maximum is not finite.
 
     Args:
         amax: largest absolute values. [...] float32

@@ -9,7 +9,7 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
     """Return the names that a pattern matches.
 
     Args:
-        pattern: dotted name, in which ``*`` stands for any text without a dot.
+        pattern: dotted name, in which ``*`` stands for any non-empty text without a dot.
         names: dotted names of submodules.
     """
     expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))

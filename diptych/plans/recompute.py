@@ -110,7 +110,7 @@ def format_layout(blocks: Iterable[RecomputeBlock]) -> str:
     found: list[tuple[str, int]] = []
     for block in blocks:
         what = block.kind if block.kind != "selective" else "+".join(name for name in MODULES if name in block.modules)
-        joins = what != "full" and "mhc" not in block.modules  # each of their layers is a block of its own
+        joins = what != "full" and "mhc" not in block.modules  # read back, each joined layer is a block of its own
         if joins and found and found[-1][0] == what:
             found[-1] = what, found[-1][1] + len(block.layers)
         else:
@@ -152,9 +152,9 @@ def recompute_blocks(
     recompute_activation_function_num_layers. Layers are counted by (index within the stage) * (virtual stages) +
     vp_stage, which distributes them over the virtual stages.
 
-    With recompute_layout, its blocks, cut at the stage's ends.
+    With recompute_layout, the blocks are those of the layout, cut at the stage's ends.
 
-    Selectively recomputed blocks also end where layers begin to save values in 8 bits, or cease to.
+    A selectively recomputed block has only layers that save values in 8 bits, or only layers that do not.
 
     Selective recompute: with mhc, blocks of mhc_recompute_layer_num layers. The shorter block comes last, because
     memory peaks in the last block's backward. A block also ends where activation recompute ends, so that all its layers

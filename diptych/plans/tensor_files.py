@@ -1,6 +1,7 @@
 """Files in the safetensors format, read and written one tensor at a time.
 
-A file is a header of 8 bytes length and JSON, ``{name: {"dtype", "shape", "data_offsets"}}``, and the tensors' bytes.
+A file has the length of its header in 8 bytes, the header in JSON, ``{name: {"dtype", "shape", "data_offsets"}}``, and
+the tensors' bytes.
 The package safetensors encodes a whole file in memory; here, a file of any size takes the memory of one tensor. NumPy
 has no bfloat16: such tensors become float32, exactly, and float32 is rounded to the nearest, ties to even.
 
@@ -107,10 +108,10 @@ class TensorFile:
 
 
 def _check_places(path: Path, places: list[tuple[int, int, str]], size: int) -> None:
-    """Check that tensors, each with its first byte and the one after the last, cover the data once and without holes.
+    """Check that the half-open byte ranges of all tensors cover the data once and without holes.
 
     Raises:
-        TensorFileError: they do not.
+        TensorFileError: ranges overlap or leave a hole, or end before or after the data.
     """
     reached = 0
     for begin, end, name in sorted(places):
@@ -125,7 +126,7 @@ def _check_places(path: Path, places: list[tuple[int, int, str]], size: int) -> 
 
 
 def _parse_entry(entry: Any, size: int, what: str) -> tuple[TensorInfo, int, int]:
-    """Return type and shape of a tensor, its first byte and the one after the last.
+    """Return type and shape of a tensor, and the start and end of its half-open byte range.
 
     Raises:
         TensorFileError: the entry is invalid, or its bytes are not in the file.

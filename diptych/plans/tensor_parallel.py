@@ -6,8 +6,8 @@ a partial sum over heads or inner channels. With sequence parallelism, the value
 residual streams, hyper-connections) are divided too: each rank has consecutive tokens of every sequence. It gathers the
 tokens of all ranks before a region, and has the sum of its own tokens scattered to it afterwards.
 
-The gradient of a parameter that several ranks hold is the sum of theirs, if each of them has seen a part of its
-effect: a part of the outputs inside of a region, a part of the tokens elsewhere.
+The gradient of a parameter that several ranks hold is the sum of the gradients on these ranks if each rank computes a
+part of its effect: a part of the outputs inside of a region, a part of the tokens elsewhere.
 
 Reference: Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
@@ -27,7 +27,7 @@ REGIONS = ("self_attention", "mlp")
 
 
 def check_parts(config: TransformerConfig) -> None:
-    """Reject a model that would hold all parts of the layers, and would compute without the other ranks.
+    """Reject the configuration of all tensor-parallel ranks, where that of one rank's part is needed.
 
     Raises:
         ValueError: tensor_model_parallel_size is not 1.
@@ -119,11 +119,11 @@ class Repeated(NamedTuple):
     """The entries of a divided parameter that several ranks hold."""
 
     held: np.ndarray
-    """Their indices along the axis in the part of a rank. [n] int64"""
+    """Indices of these entries along the axis, in the part of a rank. [n] int64"""
     places: np.ndarray
-    """Their places among all entries of the parameter that several ranks hold. [n] int64"""
+    """Places of these entries among all entries of the parameter that several ranks hold. [n] int64"""
     total: int
-    """Number of all those entries along the axis."""
+    """Number of entries along the axis that several ranks hold, on all ranks together."""
 
 
 def repeated_entries(split: Split, size: int, rank: int) -> Repeated:

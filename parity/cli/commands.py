@@ -64,6 +64,9 @@ def with_configuration(command: Any, given: Collection[str]) -> Any:
     Args:
         command: the command.
         given: names of the settings on the command line.
+
+    Raises:
+        ValueError: a setting breaks a rule, differs from that of the folder, or no recompute fits the budget.
     """
     model = getattr(command, "model", None)
     if not isinstance(model, ModelFlags):
@@ -160,10 +163,10 @@ class Compare(TrainingRun):
     """Folder for report.json and compare.png."""
     loss_tolerance: float | None = None
     """Largest accepted difference of two losses, nats per token; None: 1e-5 in float32, 1e-10 in float64, 2e-2
-    with bf16."""
+    with bf16, 4e-2 with fp8 or activation_storage."""
     gradient_tolerance: float | None = None
     """Largest accepted relative difference of a parameter's gradients; None: 1e-5 in float32, 1e-12 in
-    float64, 4e-2 with bf16."""
+    float64, 4e-2 with bf16, 1e-1 with fp8 or activation_storage."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -292,7 +295,7 @@ class Sample:
     prompt: str = "def "
     """Beginning of the text."""
     length: int = 200
-    """Tokens (bytes) to add."""
+    """Tokens to add; bytes unless the model has a tokenizer."""
     temperature: float = 0.8
     """Sampling temperature; 0 selects the most likely token."""
     seed: int = 0

@@ -52,7 +52,8 @@ def start_processes(
         silence: seconds that a rank may be stopped, or may outlast one that ended without error.
 
     Returns:
-        The exit code of the first process that failed; 1 if it was ended by a signal or by this function; else 0.
+        0 if no process failed, REFUSED if rank 0 refused its input, else the exit code of the first process that
+        failed: 128 plus its number if it was ended by a forwarded signal, 1 if by another signal or by this function.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

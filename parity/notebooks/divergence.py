@@ -158,7 +158,7 @@ CHANGES: dict[str, Any] = {
     "+ mHC write rounded once": (jax_impl.hyper_connections, "write_streams", _sum_rounded_once),
     "+ scores rounded once": (jax_impl.self_attention, "causal_attention", _scores_rounded_once),
 }
-"""What is changed in JAX, one after the other: options of XLA, or a function that is replaced."""
+"""Changes of JAX, each added to those before it: options of XLA, or a function that is replaced."""
 
 
 def rounding_errors(parameters: Mapping[str, np.ndarray]) -> tuple[Curves, list[float]]:

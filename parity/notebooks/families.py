@@ -39,7 +39,7 @@ class Results(NamedTuple):
 
 
 def read_model(imported: Imported) -> tuple[TransformerConfig, Arrays]:
-    """Return configuration and parameters of an imported model, in float64."""
+    """Return configuration and parameters of an imported model, in the dtype of its checkpoint."""
     checkpoint = read_checkpoint(imported.checkpoint)
     return recorded_model(checkpoint.settings), split_arrays(checkpoint.arrays, MODEL)
 

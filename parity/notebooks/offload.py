@@ -159,7 +159,7 @@ def step_costs(
         tokens: tokens per microbatch.
         aheads: numbers of layers that are prefetched; one curve each.
         flops: operations per second of the device.
-        bandwidth: bytes per second of the link, in each direction.
+        bandwidth: bytes per second of the link, which copies in one direction at a time.
     """
     storages = layer_storages(config)
     curves = {}

@@ -206,7 +206,7 @@ class MemoryTimeline:
 
     @property
     def table(self) -> np.ndarray:
-        """Return the states of all values, [values, steps]."""
+        """The states of all values, [values, steps]."""
         return np.array([column + [ABSENT] * (len(self.names) - len(column)) for column in self.states]).T
 
 
@@ -306,7 +306,7 @@ class StepMemory(NamedTuple):
     predicted_saved: float
     predicted_peak: float
     residuals: int
-    """What the program of jax.vjp passes from forward to backward, without parameters."""
+    """Bytes that the program of jax.vjp passes from forward to backward, without parameters."""
     temporary: int
     """Temporary memory of the compiled step of JAX."""
     torch_gradients: np.ndarray

@@ -1,9 +1,9 @@
-"""The fastest recompute, and storage in 8 bits, of every layer within a budget of memory.
+"""Choice of the fastest recompute, and of storage in 8 bits, for every layer within a memory budget.
 
 diptych.planner.budget.solver finds the blocks of a stage, and diptych.planner.budget.ranks those of a rank with several
 microbatches in flight. The memory of a block is that of diptych.planner.memory for the block alone. The whole model
-needs some bytes more (the positions that recomputed layers save, and the loss), so the result is simulated again, and
-the solver repeats with budgets that shrink ever faster until the result fits.
+needs some bytes more (the positions that recomputed layers save, and the loss), so the result is simulated again. If
+it does not fit, the solver repeats with budgets that shrink ever faster, and finally falls back to equal blocks.
 """
 
 from dataclasses import replace
@@ -67,7 +67,8 @@ def fit_budget(
         num_microbatches: microbatches of a step.
 
     Raises:
-        ValueError: no layout is within the budget, and the message says how much the smallest needs.
+        ValueError: no layout is within the budget (the message says how much the smallest needs), or activations are
+            offloaded with more than one layer fetched ahead.
     """
     config = without_recompute(config)
     if config.enable_activation_offload and config.tensor_offload_num_prefetch_layers > 1:
@@ -87,7 +88,7 @@ def fit_budget(
 
 
 class _Request(NamedTuple):
-    """What a layout has to fit; fields as in fit_budget."""
+    """The request for a layout; fields as in fit_budget."""
 
     config: TransformerConfig
     batch: int
@@ -99,7 +100,8 @@ class _Request(NamedTuple):
 def _fitting(searches: list[RankSearch], request: _Request) -> BudgetPlan | None:
     """Return the fastest layout whose simulation is within the budget, or None.
 
-    Blocks are discrete, and a budget that is smaller by the excess may give the same ones, so it shrinks ever faster.
+    Blocks are discrete: a budget reduced by the excess may give the same ones, so the reduction grows each time.
+    If none fits, the result is whole layers recomputed in equal blocks, if these are within the budget.
     """
     config, batch, budget, machine, count = request
     schedule = schedule_for(config, count)
@@ -176,7 +178,7 @@ def _searches(config: TransformerConfig, batch: int, machine: Machine, count: in
     found: dict[tuple[str, ...], dict[object, list[BlockCost]]] = {}
 
     def parts_of(rank: int, in_8_bits: bool) -> tuple[list[StageParts], list[list[Moment]]]:
-        """Return parts and moments of a rank; in_8_bits: what waits for W was saved in 8 bits, where that is free."""
+        """Return parts and moments of a rank; in_8_bits: if layers may choose, values that wait for W are in 8 bits."""
         actions = schedule.actions[rank]
         usual = storage_choices(config)[-1 if in_8_bits else 0]
         own = sorted({action.stage for action in actions})
@@ -197,7 +199,7 @@ def _searches(config: TransformerConfig, batch: int, machine: Machine, count: in
 
 
 def _least(searches: list[RankSearch], request: _Request) -> int:
-    """Return bytes within which there is a layout; 0.1% less may be too few."""
+    """Return a budget within which a layout is found, near the smallest: bisected to 0.1%, then raised to fit."""
     config, batch, _, _, count = request
     low = 0
     high = smallest(config, batch, count)
@@ -220,7 +222,7 @@ def left_out(length: int) -> int:
 
 
 def smallest(config: TransformerConfig, batch: int, num_microbatches: int = 1) -> int:
-    """Return the bytes of whole layers recomputed in equal blocks, of the length that needs least.
+    """Return the bytes of the rank that needs most if whole layers are recomputed in equal blocks of the best length.
 
     Args:
         config: as in fit_budget.
@@ -231,7 +233,7 @@ def smallest(config: TransformerConfig, batch: int, num_microbatches: int = 1) -
 
 
 def _uniform(config: TransformerConfig, batch: int, count: int) -> tuple[TransformerConfig, list[int]]:
-    """Return the model with whole layers recomputed in equal blocks that need least, and the bytes of every rank."""
+    """Return the model with whole layers recomputed in equal blocks of the best length, and the bytes of every rank."""
     schedule = schedule_for(config, count)
     layers = range(config.num_layers)
     found = []

@@ -26,7 +26,7 @@ SIMULATED: dict[str, Gradients] = {
     "I": "deferred",
     "I added": "deferred and added",
 }
-"""What backward does with the gradients of parameters in each kind of action; ``added``: to those of earlier ones."""
+"""Treatment of parameter gradients by each kind of action; ``added``: to the gradients of earlier microbatches."""
 
 
 class BlockCost(NamedTuple):
@@ -70,8 +70,8 @@ class StageParts:
         times: times of the machine.
         kinds: kinds of the actions of the stage (keys of SIMULATED).
         found: blocks that are known, by their layers; stages with equal kinds share it.
-        lets_wait_in_8_bits: count what later layers let wait for W as if all saved their values in 8 bits, where that
-            is free to choose; for a bound.
+        lets_wait_in_8_bits: count the values of later layers that wait for W in 8 bits, if layers may choose their
+            storage. This gives a bound.
 
     Layers may save their values in 8 bits if the model has activation_storage; those in activation_storage_layers do.
     Likewise, the values of a layer may move to the host with enable_activation_offload, if the layer is a block of its
@@ -115,7 +115,7 @@ class StageParts:
         """
 
     def options(self, first: int, size: int) -> list[BlockCost]:
-        """Return the costs of blocks of ``size`` layers from a layer on, none of which another beats in everything."""
+        """Return the costs of blocks of ``size`` layers from a layer on, without those that another beats."""
         layers = range(first, first + size)
         key = (*(self._settings[number] for number in layers), first in self._staying, self._reads_message(layers))
         if key not in self._found:
@@ -154,7 +154,7 @@ class StageParts:
 
     @cached_property
     def _slowest_layer(self) -> tuple[float, float]:
-        """Return the most seconds of the forward and of I, with recomputation, of any layer of the model."""
+        """The most seconds of the forward and of I, with recomputation, of any layer of the model."""
         times = [
             self._times.of_block(config, (config.layer(number),), RecomputeBlock("full", (number,)), self._batch)
             for config in storage_choices(self.config)
@@ -198,7 +198,7 @@ class StageParts:
                 yield RecomputeBlock("selective", tuple(layers), frozenset(names))
 
     def cost(self, block: RecomputeBlock, config: TransformerConfig) -> BlockCost | None:
-        """Return the cost of a block of a model, simulated alone; None if the values of one of several layers move."""
+        """Return the cost of a block, simulated alone; None if it has several layers and the values of one move."""
         moving = layers_that_move(config, block.layers, [block]).difference(self._staying)
         if moving and len(block.layers) > 1:
             return None
@@ -240,7 +240,7 @@ class StageParts:
         return [*found]
 
     def _peaks(self, simulations: dict[Gradients, Simulation], layer: int | None = None) -> tuple[int, ...]:
-        """Return the peak in each kind of action, or in its part that a layer is."""
+        """Return the peak in each kind of action; with ``layer``, only during the pass of that layer."""
 
         def forward(simulation: Simulation) -> int:
             return simulation.forward_peak if layer is None else simulation.forward_peaks[layer]
@@ -290,14 +290,14 @@ class StageParts:
 
 
 def storage_choices(config: TransformerConfig) -> list[TransformerConfig]:
-    """Return the models that differ in how all layers save values, of which each layer may be taken."""
+    """Return the models, one for each way to save values; each layer may be as in any of them."""
     if config.activation_storage is None or config.activation_storage_layers is not None:
         return [config]
     return [replace(config, activation_storage=None), config]
 
 
 def offload_choices(config: TransformerConfig) -> list[TransformerConfig]:
-    """Return the models that differ in whether saved values of all layers move, of which each layer may be taken."""
+    """Return the models without and with moves of saved values, where open; each layer may be as in any of them."""
     if not config.enable_activation_offload or config.activation_offload_layers is not None:
         return [config]
     return [replace(config, enable_activation_offload=False), config]
@@ -311,7 +311,7 @@ def _run(
     gradients: Gradients,
     moving: MovingValues | None = None,
 ) -> Simulation:
-    """Simulate operations; without the positions, which the whole model has once."""
+    """Simulate operations without the token positions, which the whole model saves once."""
     simulation = Simulation(gradients=gradients, moving=moving)
     simulation.run(first, layers, blocks, last)
     return simulation

@@ -22,15 +22,15 @@ from diptych.planner.memory.rank_peaks import StageActions, backward_memory
 from diptych.plans.schedule.actions import Action
 
 TOLERANCE = 0.002
-"""Part of the seconds within which a search ends."""
+"""Relative gap between the seconds found and their bound at which a search ends."""
 MOST_BOXES = 100
 """Boxes that a search divides at most."""
 SHARES = 24
-"""Numbers of saved bytes that are tried to find out if a rank fits at all."""
+"""Steps of the saved bytes, from least to most, that are tried to find out if a rank fits at all."""
 
 
 class Moment(NamedTuple):
-    """What a rank holds during an action, beside the action's own microbatch."""
+    """The memory of a rank during an action, beside the action's own microbatch."""
 
     kind: str
     """Kind of the action, of diptych.planner.budget.blocks.SIMULATED, or W."""
@@ -95,7 +95,7 @@ class RankSearch:
     Args:
         parts: costs of the stages, in the order of Moment.in_flight.
         moments: moments of each stage, in the same order.
-        for_bound: costs and moments of which every layout needs at least as much; None: the same.
+        for_bound: lower bounds of these costs and moments for every layout; None: parts and moments themselves.
     """
 
     def __init__(

@@ -12,13 +12,13 @@ host has the time of its forward, and the copy back that of its backward; for th
 The least seconds up to a layer depend on the bytes saved so far, and on the bytes of the last layer that move. From the
 first layer on, the solver keeps for each layer and each number of moving bytes the pairs (bytes saved, seconds) that no
 other pair with as few moving bytes beats in both, so its result is the best of all layouts. If a layer has more than
-2^14 pairs, which models of 64 layers do not reach, those within 2^-14 of the limit of each other are joined: with their
-bytes rounded up for the result, and down for the bound that no layout beats.
+2^14 pairs, which models of 64 layers do not reach, pairs whose bytes differ by less than 2^-14 of the limit are joined.
+Their bytes are rounded up for the result, and down for the bound that no layout beats.
 
 If values of layers may move, the many numbers of moving bytes multiply the pairs. So the stage is first solved from its
-end, with moving values that need no memory beside the next layer and wait for the slowest one only. That gives the
-least seconds from each layer on for the bytes saved before it, and pairs that exceed the best known solution with them
-are left out. The best known solution begins at an estimate, and grows to the one in which nothing moves.
+end, as if moving values needed no memory beside the next layer and the slowest layer came next. That gives the least
+seconds from each layer on for the bytes saved before it. A pair is left out if its seconds and these together exceed
+the best known solution, which begins at an estimate and grows to the solution in which nothing moves.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ from diptych.planner.budget.blocks import LENGTHS, BlockCost, EndCost
 from diptych.plans.recompute import RecomputeBlock
 
 STEPS = 2**14
-"""Parts of the limit within which bytes are not told apart."""
+"""Parts of the limit; joined pairs do not distinguish bytes within a part."""
 ESTIMATES = (0.001, 0.03, 0.3)
-"""Seconds above the least, in parts of those of the best known solution, within which a solution is sought first."""
+"""Estimates of a solution that are tried first: seconds above the least, as a part of the known solution's."""
 MOST_BYTES = 2**60
 """Bytes above which limits are the same."""
 ROUNDING = 1e-12
@@ -44,27 +44,27 @@ class Parts(Protocol):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of actions of the stage."""
+        """The kinds of actions of the stage."""
         ...
 
     @property
     def layers(self) -> range:
-        """Return the global numbers of the layers."""
+        """The global numbers of the layers."""
         ...
 
     @property
     def after(self) -> list[tuple[int, ...]]:
-        """Return the bytes that each kind of action has left of the layers from one on."""
+        """The bytes that each kind of action has left of the layers from each one on, and of what comes after them."""
         ...
 
     @property
     def first_end(self) -> EndCost:
-        """Return the memory of what comes before the layers."""
+        """The memory of what comes before the layers."""
         ...
 
     @property
     def last_end(self) -> EndCost:
-        """Return the memory of what comes after the layers."""
+        """The memory of what comes after the layers."""
         ...
 
     def options(self, first: int, size: int) -> list[BlockCost]:
@@ -282,7 +282,7 @@ def _least_rests(
 
 
 def _ascending(saved: np.ndarray, seconds: np.ndarray, step: float) -> _Rest:
-    """Return the pairs of which no other allows as many bytes in fewer seconds.
+    """Return the pairs without those for which another allows as many bytes in fewer seconds.
 
     If there are many, they are joined, with bytes rounded up.
     """

@@ -10,7 +10,7 @@ def lower_bound(pipeline: Pipeline) -> float:
     lead_in + FI + max(W, lead_out): the computation of r, and what cannot overlap with it.
     area / limit, after lead_in: bytes saved for backward times the time they are saved.
 
-    FI and W are times of r's actions of all microbatches. lead_out begins with r's last I: from there the last
+    FI and W are times of r's actions of all microbatches. lead_out begins at the end of r's last I: from there the last
     microbatch has to reach stage 0 and end with its W. lead_in is the time until r's first F. If it is longer,
     lead_in is the time until r's first I, minus the forwards that fit into r's memory before it.
     """

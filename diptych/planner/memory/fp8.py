@@ -6,7 +6,7 @@ from diptych.plans.fp8 import BLOCK, ProductRecipe, Quantization, blocks_of, lin
 WIDE = 4
 """Bytes of a float32."""
 DELAYED_BYTES = WIDE * (3 + 2)
-"""Bytes that a map with delayed scales keeps for backward: three scales, and the exponents of input and weight."""
+"""Bytes that a map with delayed scales saves for backward: three scales, and the exponents of input and weight."""
 
 
 def linear_scratch(config: TransformerConfig, name: str, tokens: int, x: int, y: int) -> tuple[int, int] | None:

@@ -11,9 +11,9 @@ def most_in_transit(schedule: Schedule) -> list[list[int]]:
     """Return for each rank the largest number of messages in transit during each of its actions, in their order.
 
     A buffer exists for each receive that is posted and not used by an earlier action or this one; receives are posted
-    before the action that precedes them. A sent message counts until the rank uses one that its receiver has sent later
-    than it used the first, because only then it is certain that it was received. A result for another stage of the same
-    rank counts until that stage has taken it. All count as one, activations and gradients alike.
+    before the action that precedes them. A sent message counts until it has certainly arrived: until the rank uses a
+    message that the receiver sent after using this one. A result for another stage of the same rank counts until that
+    stage has taken it. Every message counts as one, of activations as of gradients.
     """
     program = lower(schedule)
     places = [{step: place for place, step in enumerate(steps)} for steps in program]

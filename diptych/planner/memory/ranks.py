@@ -1,10 +1,10 @@
 """Predicted bytes of every pipeline rank, term by term.
 
 Exact: parameters, their gradients and AdamW's two moments, all in params_dtype (JAX also has moments, of zeros, for
-histories of FP8). Predicted: activations, within 2% of
-PyTorch; see diptych.planner.memory.stages. Left out: temporary buffers of actions, buffers of messages, flattened
-gradients, and the batch. Gradients are counted in full, as from a step's first backward on. Replicas are equal. Of
-context ranks, the result is for one whose first sequence began on another rank.
+histories of FP8). Predicted: activations, within 2% of PyTorch; see diptych.planner.memory.stages. Left out: temporary
+buffers of actions, buffers of messages, flattened gradients, and the batch. Gradients are counted in full, as from a
+step's first backward on. Replicas are equal. Of context ranks, the result is for one whose first sequence began on
+another rank.
 """
 
 import math

@@ -47,11 +47,11 @@ class Regions:
         return left
 
     def embed(self, nodes: list[Node], embedded: Value, table: int, shared: int, item: int) -> Value:
-        """Append the embedding, of several ranks that of the rank's token ids, and return the vectors of all tokens.
+        """Append the embedding, and return its output; with several ranks, the sum of the ranks' embeddings.
 
         Args:
             nodes: operations so far.
-            embedded: vectors of all tokens, before the sum over ranks.
+            embedded: vectors of all tokens of the region; with several ranks, before their sum.
             table: bytes of the rank's vectors.
             shared: bytes that backward needs for the sum with a tied head's gradient.
             item: bytes of an element of the table.

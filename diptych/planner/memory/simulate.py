@@ -16,14 +16,14 @@ from diptych.planner.memory.offload import MovingValues
 from diptych.plans.recompute import RecomputeBlock
 
 Gradients = Literal["allocated", "added", "deferred", "deferred and added"]
-"""What backward does with the gradients of parameters: it allocates them; adds them to those of earlier microbatches;
-or W of a split backward computes those of linear maps, and allocates or adds them."""
+"""Treatment of parameter gradients by backward: it allocates them; adds them to those of earlier microbatches; or W of
+a split backward computes those of linear maps, and allocates or adds them."""
 GENERATOR_STATE = 5056
 """Bytes of the state of PyTorch's CPU generator, which torch.utils.checkpoint saves in each of its calls."""
 BEFORE = -1
-"""Stands for the layer of operations before the layers."""
+"""Layer number of the operations before the layers."""
 AFTER = -2
-"""Stands for the layer of operations after the layers."""
+"""Layer number of the operations after the layers."""
 
 
 @dataclass(eq=False)
@@ -323,7 +323,7 @@ class Simulation:
         return [value for value in values if id(value) not in self._discarded]
 
     def _leaves(self, value: Value) -> bool:
-        """Return True if only layers that move save a value of theirs; what others save stays on the device."""
+        """Return True if only moving layers save a value; a value that another operation saves stays on the device."""
         return self._holders[id(value)] == self._moving.holders[id(value)]
 
     def _make(self, node: Node) -> None:

@@ -1,4 +1,4 @@
-"""Predicted saving of activation recompute under tensor parallelism, which this project does not implement."""
+"""Predicted saving of activation recompute on one tensor-parallel rank, from widths alone."""
 
 from diptych.planner.memory.operations import ITEM_SIZES
 from diptych.plans.config import TransformerConfig
@@ -13,7 +13,7 @@ def activation_recompute_saving(config: TransformerConfig, batch: int, tp_size: 
     Args:
         config: the model, undivided.
         batch: sequences of a microbatch.
-        tp_size: ranks that would share each matrix.
+        tp_size: tensor-parallel ranks, which share each matrix.
 
     Raises:
         ValueError: tp_size is below 1, or does not divide a layer's inner width.

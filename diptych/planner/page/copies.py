@@ -175,7 +175,7 @@ def _spans(begin: float, duration: float, weights: list[float]) -> list[Span]:
 
 
 def _activation_marks(config: TransformerConfig, uses: list[Use], spans: list[Span]) -> dict[str, Any]:
-    """Return the times at which saved activations leave the device and are requested again; their bytes are unknown."""
+    """Return the times at which saved activations leave the device and are requested again, without their bytes."""
     places = [get_stage_place(config, stage) for stage in range(num_stages(config))]
     stay = layers_that_stay(config, [block for place in places for block in recompute_blocks(config, *place)])
     steps = plan_activations(uses, config.tensor_offload_num_prefetch_layers, (), stay)

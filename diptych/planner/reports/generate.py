@@ -163,7 +163,7 @@ def _largest(simulation: Simulation, standing: Sequence[int]) -> float:
 def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
     """Return every named schedule of the same model and ranks, and the reasons why others do not fit.
 
-    If times are predicted, schedules with other stages have times of their own; measured times cannot serve them.
+    If times are predicted, schedules with other stages have their own; measured times do not apply to them.
     """
     found = []
     refused = {}

@@ -111,7 +111,7 @@ def other_schedules(
 ) -> list[OtherSchedule]:
     """Return every other schedule for the same model, ranks and microbatches; "none" runs the model on one rank.
 
-    Schedules with another number of stages divide the layers again, with the same options; given costs do not fit them.
+    Schedules with another number of stages divide the layers again, with the same options; they do not fit given costs.
     Arguments as in plan_pipeline.
     """
     config = plan.config

@@ -97,7 +97,7 @@ class TransformerConfig:
     moe_router_norm_topk_prob: bool = True
     """Divide the scores of a token's experts by their sum."""
     moe_router_enable_expert_bias: bool = False
-    """Choose experts by score plus a bias per expert, which has no gradient; the bias is not in the weights."""
+    """Choose experts by score plus a bias per expert, whose gradient is 0; the bias is not in the weights."""
     moe_router_num_groups: int | None = None
     """Groups of experts, of which a token chooses some before it chooses experts in them; None: one."""
     moe_router_group_topk: int | None = None
@@ -289,7 +289,7 @@ class TransformerConfig:
 
     @property
     def product_dtype(self) -> str:
-        """Name the narrowest type of the operands of matrix products, as parity names its tolerances."""
+        """Name of the narrowest operand type of matrix products, by which parity selects its tolerances."""
         return self.compute_dtype if self.fp8 is None and self.activation_storage is None else "float8"
 
     @property

@@ -6,7 +6,7 @@ OFFLOAD_LAYER_RULES: tuple[Rule, ...] = (
     flag("enable_activation_offload"),
     names_layers("activation_offload_layers", "enable_activation_offload"),
 )
-"""They come before the rules that read the settings of layers."""
+"""Rules that come before those that read the settings of layers."""
 
 OFFLOAD_RULES: tuple[Rule, ...] = (
     flag("enable_tensor_offload"),

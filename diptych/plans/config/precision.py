@@ -41,7 +41,7 @@ STORAGE_RULES: tuple[Rule, ...] = (
     choice("activation_storage", (None, "fp8")),
     names_layers("activation_storage_layers", "activation_storage"),
 )
-"""They come before the rules that read the settings of layers."""
+"""Rules that come before those that read the settings of layers."""
 
 FP8_RULES: tuple[Rule, ...] = (
     Rule(

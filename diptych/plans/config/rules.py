@@ -75,11 +75,11 @@ def choice(field: str, allowed: tuple[str | None, ...]) -> Rule:
 
 
 def names_layers(field: str, of: str) -> Rule:
-    """Require layers of the model, as in ``0-3,7``, or None, which a setting needs that is not used.
+    """Require numbers of layers of the model, as in ``0-3,7``, or None; only None is accepted if ``of`` is not used.
 
     Args:
         field: the setting that names layers.
-        of: the setting that it limits to them.
+        of: the setting that ``field`` limits to these layers.
     """
     return Rule(field, lambda c: not _layers_fault(c, field, of), lambda c: _layers_fault(c, field, of))
 

@@ -169,6 +169,9 @@ def check_kinds(cu_seqlens: Any, cu_seqlens_cpu: Any, kinds: type | tuple[type, 
         cu_seqlens_cpu: copy given by the caller; None: no copy.
         kinds: array types of the framework.
         word: name of these types in error messages.
+
+    Raises:
+        ValueError: an argument is invalid; the message names it.
     """
     for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
         if not isinstance(x, kinds) and (name == "cu_seqlens" or x is not None):
@@ -223,7 +226,11 @@ def implementation_for(impl: str, context: FLACPContext | None) -> str:
 
 
 def check_taps(context: FLACPContext, taps: int) -> None:
-    """Reject a convolution whose number of taps differs from the context's."""
+    """Reject a convolution whose number of taps differs from the context's.
+
+    Raises:
+        ValueError: the numbers differ.
+    """
     if context.conv1d_kernel_size not in (None, taps):
         raise ValueError(
             f"weight: expected {context.conv1d_kernel_size} taps, the context's conv1d_kernel_size, got {taps}"

@@ -31,7 +31,7 @@ COPIED = (
     *(CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
 )
-"""Files that are kept, if there are any."""
+"""Files of the source that are copied, if they exist."""
 SHARD_BYTES = 5 * 10**9
 """Largest size of an exported shard, as in transformers."""
 EMBEDDING = "model.embed_tokens.weight"
@@ -83,7 +83,8 @@ def model_of(folder: Path) -> tuple[Family, TransformerConfig]:
 def import_folder(folder: Path, output: Path) -> Imported:
     """Convert a Hugging Face folder to a checkpoint of weights.
 
-    Weights in float64 stay float64; others become float32, exactly. Memory: two tensors.
+    If a tensor is float64, all weights become float64, otherwise float32; both conversions are exact. About two tensors
+    are in memory at a time.
 
     Args:
         folder: the Hugging Face folder.
@@ -193,7 +194,7 @@ def _check_new(folder: Path) -> None:
     """Check that a folder has no files of a model.
 
     Raises:
-        FamilyError: it has.
+        FamilyError: the folder has config.json, an index or weights.
     """
     files = (folder / CONFIG, folder / INDEX, *sorted(folder.glob("*.safetensors")))
     used = next((path.name for path in files if path.exists()), None)

@@ -1,6 +1,6 @@
-"""How the rows of the same matrices lie in the tensors of two formats.
+"""Layouts of the same matrix rows in the tensors of two formats.
 
-Models of one architecture differ in which matrices they fuse, and in which order. Both are described by named parts:
+Models of one architecture differ in which matrices they fuse, and in which order. A layout has named parts:
 a tensor consists of repetitions, each of which has some rows of each of its parts. The query projection of Qwen3-Next,
 for example, has for each head 256 rows of the part ``q`` and then 256 of the part ``gate``:
 
@@ -40,7 +40,11 @@ class Layout:
         return self.axes or (self.repeats * sum(self.parts.values()), *self.tail)
 
     def rows(self, part: str) -> slice:
-        """Return the rows of a part within a repetition."""
+        """Return the rows of a part within a repetition.
+
+        Raises:
+            KeyError: the tensor has no such part.
+        """
         begin = 0
         for name, count in self.parts.items():
             if name == part:
@@ -49,7 +53,7 @@ class Layout:
         raise KeyError(part)
 
     def cut(self, tensor: np.ndarray, part: str) -> np.ndarray:
-        """Return the rows of a part of the tensor, as a matrix."""
+        """Return the rows of a part of the tensor, [repeats, rows of the part, elements of a row]."""
         return tensor.reshape(self.repeats, sum(self.parts.values()), -1)[:, self.rows(part)]
 
 
@@ -61,7 +65,7 @@ class Link(NamedTuple):
     theirs: tuple[Layout, ...]
     """Tensors of a Hugging Face model."""
     are_rows_of_one: bool = False
-    """Their tensors are consecutive rows of one matrix, which files may also cut at other rows."""
+    """True if the tensors in ``theirs`` are consecutive rows of one matrix, which files may also cut at other rows."""
 
 
 def assemble(

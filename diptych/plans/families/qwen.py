@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: gated delta rule and gated attention, in dense form.
+"""Qwen3-Next and dense Qwen3.5: gated delta rule and gated attention, in Qwen3-Next with mixtures of experts.
 
 Reference: the classes Qwen3NextForCausalLM and Qwen3_5ForCausalLM of transformers 5.23.
 """

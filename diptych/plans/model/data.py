@@ -73,7 +73,7 @@ class Corpus:
         """Reject a model that cannot be trained on this corpus.
 
         Raises:
-            ValueError: a split is shorter than a sequence and its last target, or a byte exceeds the vocabulary.
+            ValueError: a split is shorter than a sequence and its last target, or a token exceeds the vocabulary.
         """
         for split, data in (("training", self.training), ("validation", self.validation)):
             _places(split, data, seq_length)
@@ -94,7 +94,7 @@ class Corpus:
                 reads its own slice.
 
         Raises:
-            ValueError: the training split is shorter than seq_length + 1 bytes.
+            ValueError: the training split is shorter than seq_length + 1 tokens.
         """
         places = _places("training", self.training, seq_length)
         sample = np.arange(first, first + batch_size)
@@ -114,7 +114,7 @@ class Corpus:
             seq_length: tokens T per sequence.
 
         Raises:
-            ValueError: the validation split is shorter than seq_length + 1 bytes.
+            ValueError: the validation split is shorter than seq_length + 1 tokens.
         """
         places = _places("validation", self.validation, seq_length)
         stride = max(1, round(places * 0.6180339887498949))

@@ -48,7 +48,7 @@ class UnknownArgumentError(TypeError, ValueError):
 
 
 def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a wrapper of the function that rejects unknown keywords and lists the known ones."""
+    """Return a wrapper of the function that raises an UnknownArgumentError for an unknown keyword."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -110,7 +110,11 @@ class DeltaRuleOptions:
 
 
 def check_lower_bound(lower_bound: float) -> None:
-    """Reject a bound outside [-5, 0), where the decays of 16 tokens could exceed the range of float32."""
+    """Reject a bound outside [-5, 0), where the decays of 16 tokens could exceed the range of float32.
+
+    Raises:
+        ValueError: the bound is outside.
+    """
     if not isinstance(lower_bound, Real) or not -5 <= lower_bound < 0:
         raise ValueError(f"lower_bound: expected a number in [-5, 0), got {lower_bound!r}")
 

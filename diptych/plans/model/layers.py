@@ -28,7 +28,7 @@ class LayerConfig:
     norm: Literal["pre", "post"] = "pre"
     """Place of the norms: on the input of each sublayer (pre), or on its output (post)."""
     storage: Literal["fp8"] | None = None
-    """How values are saved for backward: in 8 bits (fp8), or as they are; see diptych.plans.activation_storage."""
+    """Storage of values saved for backward: in 8 bits (fp8), or None; see diptych.plans.activation_storage."""
     offload: bool = False
     """True if values saved for backward move to host memory; see diptych.plans.offload."""
 

@@ -1,6 +1,7 @@
 """Validation of the arguments of array operations, shared by both backends and the kernels.
 
-A backend describes an array by an :class:`Operand`; the checks use shapes, type names and numbers only.
+A backend describes an array by an :class:`Operand`; the checks use shapes, type names and numbers only. A failed check
+raises a ValueError that names the argument; check_token_ids raises an IndexError.
 """
 
 import math

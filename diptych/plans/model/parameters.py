@@ -20,7 +20,7 @@ SINKHORN_FLOOR = 1e-30
 
 
 class Split(NamedTuple):
-    """How the ranks of tensor parallelism share a parameter: along one axis, which consists of sections of units."""
+    """A division of a parameter among ranks of tensor parallelism: along one axis, which has sections of units."""
 
     axis: int
     sections: tuple[tuple[int, int], ...]

@@ -336,8 +336,8 @@ def _one_forward_one_backward(rank: int, p: int, m: int) -> list[Action]:
 def _zero_bubble(rank: int, p: int, m: int, ahead: int = 1) -> list[Action]:
     """Return a rank's actions of zb-h1 (ahead=1) or zb-h2 (ahead=2).
 
-    Before its first I, a rank runs ``ahead`` forwards for each following rank. W comes ``ahead * rank`` microbatches
-    after its I. Every rank has at most ahead * (p - 1) + 1 microbatches in flight.
+    Before its first pair of F and I, a rank runs ``ahead`` forwards for each following rank. W comes ``ahead * rank``
+    microbatches after its I. Every rank has at most ahead * (p - 1) + 1 microbatches in flight.
     """
     warmup = min(ahead * (p - 1 - rank), m)
     actions = [Action("F", rank, i) for i in range(warmup)]
