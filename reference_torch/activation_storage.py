@@ -33,10 +33,10 @@ def pack(x: Float[Tensor, "*b k"]) -> UInt8[Tensor, "*b p"]:
 
 
 def unpack(packed: UInt8[Tensor, "*b p"], width: int, dtype: torch.dtype) -> Float[Tensor, "*b k"]:
-    """Return the numbers [..., K] that a packed tensor stands for.
+    """Return the values [..., K] of a packed tensor.
 
     Args:
-        packed: tensor that pack has returned. [..., packed_width(K)]
+        packed: result of pack. [..., packed_width(K)] uint8
         width: entries of a row. K
         dtype: type of the result.
     """
@@ -47,14 +47,14 @@ def unpack(packed: UInt8[Tensor, "*b p"], width: int, dtype: torch.dtype) -> Flo
 
 
 def packed_for_backward(x: Float[Tensor, "*b k"], name: str | None) -> UInt8[Tensor, "*b p"] | None:
-    """Return a tensor in 8 bits if backward may read it so.
+    """Pack a tensor for backward, or return None if it is not saved in 8 bits.
 
     Args:
         x: the tensor. [..., K]
         name: name of the value, one of diptych.plans.recompute.VALUES; None: it is not saved in 8 bits.
 
     Returns:
-        None also if autograd saves nothing now, or if recompute frees x.
+        [..., packed_width(K)] uint8; None also if autograd saves nothing now, or if recompute frees x.
     """
     is_saved = name is not None and torch.is_grad_enabled() and slot_of(x) is None
     return name_value(pack(x), name) if is_saved and name is not None else None
@@ -77,7 +77,7 @@ class PlainProducts:
 
 
 class PackedProducts(NamedTuple):
-    """Products whose gradients read an input that was saved packed, or as it was."""
+    """Products whose gradients read a saved input, which may be packed."""
 
     products: Any
     """PlainProducts or fp8.Fp8Products."""
@@ -122,7 +122,7 @@ class _PackedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, packed: Tensor | None, products: PackedProducts) -> Tensor:
-        """Save the packed input, or the input if recompute frees it; without a gradient of the weight, neither."""
+        """Save the input for the gradient of the weight, packed unless recompute frees it, and multiply."""
         saved = x if packed is None else packed
         ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, weight)
         ctx.products = products
@@ -139,10 +139,10 @@ class _PackedLinear(torch.autograd.Function):
 
 
 class PackedGroups(Groups):
-    """Groups of rows whose gradients read rows that were saved packed, or as they were."""
+    """Groups of rows whose gradients read saved rows, which may be packed."""
 
     def read(self, saved: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that saved rows stand for."""
+        """Return the values [M, width] of saved rows, rounded to 8 bits."""
         return _read(saved, width, dtype)
 
     def products(self, x: Tensor, weight: Tensor, gradient: Tensor | None = None) -> Any:
@@ -164,11 +164,14 @@ def packed_grouped_linear(
     Args:
         x: rows, those of the first group first. [M, I]
         weight: a matrix for each group, in the type of x without a recipe. [E, O, I]
-        sizes: number of rows of each group.
+        sizes: number of rows of each group; their sum is M. [E]
         packed: the rows as packed_for_backward returns them. [M, packed_width(I)]
         recipe: how the arrays are quantised for products of 8-bit floats; None: not at all.
         scales: see fp8.fp8_linear.
         ranks: see fp8.fp8_linear.
+
+    Returns:
+        [M, O] in the type of x.
     """
     return GroupedLinear.apply(x, weight, packed, PackedGroups(tuple(sizes), recipe, scales, ranks))
 
@@ -201,7 +204,7 @@ class _PackedActivation(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradient of the function at the numbers that were saved."""
+        """Return the gradient of the function at the saved values."""
         (saved,) = ctx.saved_tensors
         x = _read(saved, ctx.width, gradient.dtype).requires_grad_()
         with torch.enable_grad():
@@ -211,5 +214,5 @@ class _PackedActivation(torch.autograd.Function):
 
 
 def _read(saved: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that backward reads, of an input saved packed or as it was."""
+    """Return the values [..., width] of a saved input, packed or not, rounded to 8 bits."""
     return unpack(saved if saved.dtype == torch.uint8 else pack(saved), width, dtype)

@@ -29,7 +29,7 @@ class AddedConnections:
         """The added modules by the name of their block."""
 
     def remove(self) -> None:
-        """Give the blocks their own forward back, and remove the added modules. A second call does nothing.
+        """Restore the forwards of the blocks, and remove the added modules. A second call does nothing.
 
         Raises:
             ValueError: a forward was replaced again later; undo that first.
@@ -65,13 +65,13 @@ def add_hyper_connections(
             that shape, or a tuple that begins with them.
         num_residual_streams: S, at least 2.
         hidden_size: D; None: the width of a norm of the first block.
-        keep_function: True: initial values with which the model computes what it did before, to rounding; False: those
-            of the paper.
+        keep_function: True: initial values that do not change the model's outputs, up to rounding; False: the initial
+            values of the paper.
         settings: sinkhorn_iterations, sinkhorn_last, mhc_epsilon, mhc_transpose_h_res, seed and impl, as in
             TransformerConfig.
 
     Returns:
-        A handle, whose remove() undoes all and whose connections are the added modules.
+        A handle: remove() undoes all changes, and ``connections`` has the added modules by the name of their block.
 
     Raises:
         TypeError: model is no module, blocks is no list of texts, or a setting is unknown.
@@ -117,7 +117,7 @@ def _chosen(model: nn.Module, blocks: Any) -> dict[str, nn.Module]:
 
 
 def _width(name: str, block: nn.Module) -> int:
-    """Return the width of a norm of a block."""
+    """Return the number of channels of the first norm with weights in a block."""
     norms = [child for child in block.children() if "norm" in type(child).__name__.lower()]
     width = next((p.numel() for norm in norms for p in norm.parameters() if p.dim() == 1), None)
     if width is None:

@@ -17,12 +17,12 @@ from reference_torch.fp8 import GRADIENTS, amax
 
 @torch.no_grad()
 def delayed_scales(history: Float[Tensor, "3 1 1 e"], recipe: ProductRecipe, factor: int) -> Float[Tensor, "3"]:
-    """Return the scales of inputs, weights and gradients, float32.
+    """Return the scales of inputs, weights and gradients, [3] float32.
 
     Args:
         history: history of a linear map. SHAPE
         recipe: how the map quantises.
-        factor: by how much the gradients of backward are larger than those of the mean loss of the step.
+        factor: factor by which the gradients of backward exceed the gradients of the step's mean loss.
 
     Raises:
         ValueError: an optimizer has updated the history as a weight. On a GPU the scales are NaN instead.
@@ -47,7 +47,7 @@ def observe(
     history: Float[Tensor, "3 1 1 e"],
     factor: int,
 ) -> Float[Tensor, "*b o"]:
-    """Return the output of a linear map, whose backward observes its arrays: the gradient of the history.
+    """Return y; backward returns what it observes of the arrays of the linear map as the gradient of the history.
 
     Args:
         y: output of the map. [..., O]
@@ -60,7 +60,7 @@ def observe(
 
 
 class _Observed(torch.autograd.Function):
-    """The identity of an output, of which the history has a gradient."""
+    """The identity of an output, whose backward gives the history a gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, weight: Tensor, history: Tensor, factor: int) -> Tensor:
@@ -80,5 +80,5 @@ class _Observed(torch.autograd.Function):
 
 
 def _exponent(x: Tensor, factor: int = 1) -> Tensor:
-    """Return the exponent bits of the largest entry over a factor, int32; 0 for an array without entries."""
+    """Return the exponent bits of the largest absolute entry / factor, int32; 0 for an array without entries."""
     return (amax(x).float() / factor).view(torch.int32) >> MANTISSA_BITS

@@ -40,7 +40,7 @@ class Collected:
             self.total = balance if self.total is None else self.total + balance
 
     def close(self) -> Tensor | None:
-        """Return the sum, which this object no longer holds, and end adding."""
+        """Return the sum and release it; later calls of add do nothing."""
         total = self.total
         self.total = None
         self._is_closed = True

@@ -30,8 +30,8 @@ class Decoder:
     def next_logits(self, tokens: np.ndarray) -> np.ndarray:
         """Return the logits of the token after a text, without dropout.
 
-        If the text continues the text of the previous call, only its new tokens are read. Otherwise the whole text is
-        read, or the last seq_length tokens of a longer text.
+        If the text has at most seq_length tokens and continues the text of the previous call, only its new tokens are
+        read. Otherwise its last seq_length tokens are read.
 
         Args:
             tokens: token ids, at least one. [T] integer

@@ -20,7 +20,7 @@ from reference_torch.history_adamw import advance
 
 
 def rows_by_rank(tensor: Tensor, ranks: int) -> Tensor:
-    """Return the entries of a tensor, [ranks, share size], by the rank whose share they are, padded with zeros."""
+    """Return the shares of a tensor as one row per rank, [ranks, share size], padded with zeros."""
     flat = tensor.flatten()
     return functional.pad(flat, (0, ranks * share_size(len(flat), ranks) - len(flat))).view(ranks, -1)
 
@@ -54,7 +54,8 @@ def copy_from_rows(joined: Tensor, tensors: Sequence[Tensor]) -> None:
 def norms_of_shares(tensors: Sequence[Tensor], ranks: int, only: int | None = None) -> Tensor:
     """Return the 2-norm of every rank's shares of tensors, in the order of the ranks.
 
-    Both optimizers add up the squares of these norms. Without this order, clipping would differ by rounding.
+    Training adds up the squares of these norms in the same order with and without a distributed optimizer, so that
+    clipping does not differ by rounding.
 
     Args:
         tensors: gradients, which may be on several devices.
@@ -73,7 +74,7 @@ def norms_of_shares(tensors: Sequence[Tensor], ranks: int, only: int | None = No
 
 
 class DistributedAdamW(torch.optim.Optimizer):
-    """AdamW, of which every rank keeps the state of its share and updates that; results equal those of AdamW.
+    """AdamW whose ranks each store the state of their share and update it; results equal those of AdamW.
 
     Gradients are whole tensors, of which only the rank's share is read.
 

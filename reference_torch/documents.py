@@ -20,7 +20,7 @@ class PackedDocuments(NamedTuple):
     """Number of tokens before each token in its document. [B, T]"""
     cu_seqlens: Int[Tensor, " n"]
     """Offsets of the documents in the concatenated sequences, and the end. [B * N + 1] int32, on the device of
-    document_starts, because the delta rule reads it on the host."""
+    document_starts; the host reads it for the delta rule."""
     mask: Bool[Tensor, "b t t"] | None
     """True where row t and column s belong to one document, or s > t; None: no layer needs it. [B, T, T]"""
 

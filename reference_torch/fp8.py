@@ -22,7 +22,7 @@ from reference_torch.operands import operand
 from reference_torch.scaled_products import Quantized, is_8_bit_product, product_in_8_bits
 
 INPUTS, WEIGHTS, GRADIENTS = range(3)
-"""Places of a recipe and of scales."""
+"""Indices into a recipe and into scales."""
 
 
 class SharingRanks(NamedTuple):
@@ -61,9 +61,9 @@ def quantize(
 
     Returns:
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
-        float32. An entry that is not finite is NaN, and so are all others with the same scale.
+        float32. An entry that is not finite becomes NaN, and so do all other entries with the same scale.
     """
-    x = x.float() if x.dtype == torch.float64 else x  # narrower numbers become float32 by the product with scales
+    x = x.float() if x.dtype == torch.float64 else x  # narrower types become float32 by the product with scales
     if quantization.delayed:
         assert scale is not None, "the scale of a delayed recipe is an argument"
         scales = scale.where(amax(x).isfinite(), float("nan")).view(1, 1)
@@ -79,12 +79,12 @@ def array_scale(x: Tensor, quantization: Quantization, ranks: SharingRanks = ALO
 
 
 def dequantize(values: Tensor, inverse: Float[Tensor, "a b"], quantization: Quantization) -> Float[Tensor, "n k"]:
-    """Return the numbers [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them."""
+    """Return the values [N, K] float32 of a quantised matrix; the arguments are the results of ``quantize``."""
     return values.to(torch.float32, copy=True).mul_(_spread(inverse, values.shape, quantization))
 
 
 def amax(x: Tensor) -> Tensor:
-    """Return the largest absolute value of an array, NaN if it has one; of an array without entries 0."""
+    """Return the largest absolute value of an array: NaN if an entry is NaN, 0 if there are no entries."""
     if not x.numel():
         return x.new_zeros(())
     least, most = torch.aminmax(x.detach())
@@ -158,7 +158,7 @@ class Fp8Products(NamedTuple):
             return product_in_8_bits(first, second)
         wide, other = (dequantize(*x) for x in (first, second))
         with without_autocast(a.device.type):
-            if wide.is_cuda and first.quantization.block is not None:  # bfloat16 has these numbers exactly
+            if wide.is_cuda and first.quantization.block is not None:  # bfloat16 is exact: scales are powers of two
                 return torch.mm(wide.bfloat16(), other.T.bfloat16(), out_dtype=torch.float32)
             return wide @ other.T
 
@@ -169,7 +169,7 @@ class Fp8Products(NamedTuple):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return a tensor as a matrix of its last axis."""
+    """Flatten all axes but the last: [..., K] to [N, K]."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -194,14 +194,14 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _cast(x: Tensor, scales: Tensor, quantization: Quantization) -> Tensor:
-    """Return a matrix in the 8-bit type, its rows one after another in memory."""
+    """Return a matrix in the 8-bit type, contiguous in memory."""
     largest = quantization.largest
     clipped = (x * _spread(scales, x.shape, quantization)).clamp_(-largest, largest)
     return clipped.to(getattr(torch, quantization.dtype), memory_format=torch.contiguous_format)
 
 
 def _maxima(x: Tensor, quantization: Quantization) -> Tensor:
-    """Return the largest absolute value of every block, [blocks of N, blocks of K]; of a matrix without entries 0."""
+    """Return the largest absolute value of every block, [blocks of N, blocks of K]; 0 if there are no entries."""
     if quantization.block is None or not x.numel():
         return amax(x).float().repeat(blocks_of(x.shape, quantization))
     rows, columns = quantization.block

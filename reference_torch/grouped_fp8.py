@@ -1,6 +1,6 @@
 """Linear maps of groups of rows, such as the experts of a mixture, by products of 8-bit floats in PyTorch.
 
-Each group has a matrix of its own. diptych/plans/fp8.py defines what the arrays' scales and blocks are.
+Each group has a matrix of its own. diptych/plans/fp8.py defines scales and blocks of the arrays.
 
 Mirrors ``jax_impl/grouped_fp8.py``.
 """
@@ -78,7 +78,7 @@ class Groups:
         self.ranks = ranks
 
     def read(self, saved: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """Return the rows [M, width] from what is saved for backward in their place."""
+        """Return the rows [M, width] from the tensor that was saved for backward in place of them."""
         del width, dtype
         return saved
 
@@ -103,7 +103,7 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, packed: Tensor | None, groups: Groups) -> Tensor:
-        """Save the operands, the rows packed if they are given so, and multiply them."""
+        """Save the weight and the rows, packed if ``packed`` is given, and multiply them."""
         ctx.save_for_backward(x if packed is None else packed, weight)
         ctx.groups = groups
         products = groups.products(x, weight)

@@ -167,11 +167,11 @@ def sum_over(value: torch.Tensor, group: ProcessGroup | None, what: str, timeout
 
 
 def wait_for(work: dist.Work | None, what: str, timeout: float) -> None:
-    """Wait for a sum with a timeout, because a failed rank does not take part in it.
+    """Wait for a collective or a message with a timeout, because a failed rank does not take part in it.
 
     Args:
-        work: the sum.
-        what: name of the sum, for error messages.
+        work: the collective or message.
+        what: name of the expected result, for error messages.
         timeout: seconds.
 
     Raises:
@@ -288,7 +288,7 @@ def on_first_rank(write: Callable[[], Result], groups: ProcessGroups) -> Result:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Raise an error that names the expected object if another rank has ended."""
+    """Raise a PipelineError that names the expected object if another rank has ended."""
     try:
         yield
     except RuntimeError as error:

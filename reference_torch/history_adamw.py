@@ -9,11 +9,11 @@ from diptych.plans.amax_history import advanced
 
 
 class HistoryAdamW(torch.optim.AdamW):
-    """AdamW, of which parameter groups with ``history_len`` are histories and advance instead."""
+    """AdamW that advances the parameter groups with ``history_len``, which hold histories, instead of updating them."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update all parameters with gradients.
+        """Update all parameters that have gradients.
 
         Args:
             closure: None; it is there because all optimizers have it.
@@ -36,8 +36,8 @@ def advance(histories: Sequence[Tensor], gradients: Sequence[Tensor], length: in
 
     Args:
         histories: any parts of histories.
-        gradients: what the step has observed, of the same shapes.
-        length: steps that are remembered.
+        gradients: gradients of the step, not 0 for the observed exponents, of the same shapes.
+        length: number of steps for which an exponent is remembered.
     """
     for history, gradient in zip(histories, gradients, strict=True):
         history.copy_(advanced(history, gradient, length, torch))

@@ -38,7 +38,7 @@ def sinkhorn(
 ) -> Float[Tensor, "*b s s"]:
     """Return doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
 
-    Only the logits are saved for backward, which recomputes the iterates and differentiates each of them.
+    Only the logits are saved for backward, which recomputes the iterates and differentiates each normalisation.
 
     Args:
         logits: computed in float32 if their type is narrower. [..., S, S]
@@ -88,7 +88,7 @@ class _Sinkhorn(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         iterates = list(_iterates(logits, ctx.iterations, ctx.first_axis, ctx.epsilon))
         axis = 1 - ctx.first_axis
-        grad = grad.contiguous()  # results take its layout, in which sums over four elements are slow
+        grad = grad.contiguous()  # otherwise results take its layout, in which sums over four elements are slow
         for matrix, total in reversed(iterates[1:]):
             grad = (grad - (grad * matrix).sum(axis, keepdim=True)) / total
             axis = 1 - axis

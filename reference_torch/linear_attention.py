@@ -73,7 +73,7 @@ class DecayGate(nn.Module):
 
 
 class _DeltaRuleMixer(nn.Module):
-    """The common part of both mixers; a subclass defines the rule and the projections of decays and output gate."""
+    """The common part of both mixers; subclasses define the rule, and the projections of decays and output gate."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
         super().__init__()

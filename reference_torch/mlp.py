@@ -2,7 +2,7 @@
 
 A router scores the experts for each token, and the token's output is the weighted sum of the outputs of its experts
 with the highest scores. No token is dropped: pairs of a token and an expert are sorted by expert, and each expert
-computes as many as it has. Mirrors ``jax_impl/mlp.py``.
+computes all of its pairs. Mirrors ``jax_impl/mlp.py``.
 
 Reference: Shazeer et al., arXiv 1701.06538; DeepSeek-AI, arXiv 2412.19437, section 2.1.2, for sigmoid scores, the bias
 and the shared expert; arXiv 2405.04434, section 2.2, for groups.
@@ -232,7 +232,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def output_bias(self) -> None:
-        """None: the output has the biases of its experts."""
+        """None, because the output already includes the bias of the shared expert."""
         return None
 
     def forward(

@@ -38,7 +38,7 @@ class Linear(nn.Module):
         self.bias = parameter(config, f"{name}.bias", specs["bias"]) if "bias" in specs else None
         self.fp8 = linear_recipe(config, name)
         self.saved_as = saved_input(config, name)
-        """Name of the input as it is saved for backward in 8 bits, or None."""
+        """Name of the packed input that is saved for backward, or None if it is not saved in 8 bits."""
         history = with_history(config, name, specs).get(NAME)
         self.amax_history = None if history is None else parameter(config, f"{name}.{NAME}", history)
         self.gradient_factor = 1
@@ -60,12 +60,12 @@ class Linear(nn.Module):
         return linear(x, self.weight) if self.fp8 is None else self._in_fp8(x, self.fp8), self.bias
 
     def with_bias(self, x: Float[Tensor, "b t i"], packed: Tensor | None = None) -> Float[Tensor, "b t o"]:
-        """Return x @ weight.T + bias [B, T, O], as one operation if that has no 8-bit numbers."""
+        """Return x @ weight.T + bias [B, T, O], as one operation if nothing is quantised or packed."""
         is_plain = self.fp8 is None and self.saved_as is None
         return linear(x, self.weight, self.bias) if is_plain else add_bias(*self(x, packed))
 
     def pack(self, x: Float[Tensor, "*b i"]) -> Tensor | None:
-        """Return the input as it is saved for backward in 8 bits, if it is; see activation_storage."""
+        """Return the input packed for backward, or None if it is not saved in 8 bits; see activation_storage."""
         return packed_for_backward(x, self.saved_as)
 
     def _packed(self, x: Float[Tensor, "b t i"], packed: Tensor | None) -> Float[Tensor, "b t o"]:
@@ -92,7 +92,7 @@ class Linear(nn.Module):
     def _in_fp8(
         self, x: Float[Tensor, "*b i"], recipe: ProductRecipe, product: Callable[..., Tensor] = fp8_linear
     ) -> Float[Tensor, "*b o"]:
-        """Return the product with the weight by products of 8-bit floats."""
+        """Return x times the weight, computed by products of 8-bit floats."""
         history = self.amax_history
         if history is None:
             return product(x, self.weight, recipe, ranks=self.sharing_ranks)
@@ -113,14 +113,14 @@ def _packed_by_groups(
 
 
 def set_gradient_factor(module: nn.Module, factor: int) -> None:
-    """Tell the linear maps of a module by how much the gradients of backward are larger than those of a step's loss."""
+    """Set the factor by which the gradients of backward exceed the gradients of a step's loss, in all linear maps."""
     for each in module.modules():
         if isinstance(each, Linear):
             each.gradient_factor = factor
 
 
 def set_sharing_ranks(module: nn.Module, ranks: SharingRanks) -> None:
-    """Tell the linear maps of a module which ranks have other parts of their arrays."""
+    """Set the ranks that have other parts of the arrays, in all FP8 linear maps of a module."""
     for each in module.modules():
         if isinstance(each, Linear) and each.fp8 is not None:
             each.sharing_ranks = ranks
@@ -150,6 +150,6 @@ class RMSNorm(nn.Module):
         self.weight = parameter(config, f"{name}.weight", spec)
 
     def forward(self, x: Float[Tensor, "*b d"], channels: TensorParallel = WHOLE) -> Float[Tensor, "*b d"]:
-        """Call ops.rms_norm, or with ranks that share the channels TensorParallel.joint_norm."""
+        """Call ops.rms_norm, or TensorParallel.joint_norm if ranks share the channels."""
         weight = self.weight + self.offset if self.offset else self.weight
         return channels.joint_norm(x, weight, self.epsilon)

@@ -90,7 +90,7 @@ class DropoutState(NamedTuple):
 def dropout_state(
     seed: int, step: int, samples: Int[Tensor, "*b"], positions: Int[Tensor, " t"], seq_length: int
 ) -> DropoutState:
-    """Return the row numbers of a batch: (sample * seq_length + position) modulo 2**64, as two 32-bit words.
+    """Return a dropout state with rows (sample * seq_length + position) modulo 2**64, as two 32-bit words.
 
     Args:
         seed: < 2**32.
@@ -353,7 +353,7 @@ def rotary_embedding(
         x: queries or keys. [B, T, H, d]
         positions: positions of the tokens within their sequence. [T] integer
         base: base of the wavelengths.
-        width: number w of turned channels, even; the others stay. None: d.
+        width: number w of rotated channels, even; the other channels stay. None: d.
 
     Returns:
         The rotated queries or keys in the type of x. [B, T, H, d]
@@ -379,7 +379,7 @@ def rotary_embedding(
 
 
 def kernel_backend(impl: str, x: Tensor) -> Any | None:
-    """Return the module that runs the shared Triton kernels, or None if the framework's operations compute.
+    """Return the module that runs the shared Triton kernels, or None if the framework's own operations are used.
 
     Args:
         impl: see diptych.plans.model.implementation.

@@ -35,7 +35,7 @@ STEPS = 1 << 5
 MESSAGES = 1 << 14
 """Number of values of the message number in a tag."""
 SHAPES = 1 << 12
-"""Number of values of the checksum of name and shape in a tag."""
+"""Number of values of the checksum of name, dtype and shape in a tag."""
 HEADER_LENGTH = 16
 """Elements of a header."""
 MAX_DIMENSIONS = 8
@@ -332,7 +332,7 @@ class P2PCommunicator:
             raise PipelineError(f"rank {self.rank}, step {self.step}: {message} failed: {cause_of(error)}") from None
 
     def _tag(self, message: Message, index: int, shape: Shape | str) -> int:
-        """Return the tag of one tensor, computed from the step, the message number, and a checksum of its shape."""
+        """Return a tag from the step, the message number, and a checksum of name, dtype and shape."""
         number = self._numbers[message.peer, message.produced_by] * MAX_TENSORS + index
         checksum = zlib.crc32(repr((str(message.produced_by), self.config.compute_dtype, shape)).encode())
         return ((self.step % STEPS) * MESSAGES + number % MESSAGES) * SHAPES + checksum % SHAPES

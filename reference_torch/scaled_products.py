@@ -14,14 +14,14 @@ from torch.nn.functional import ScalingType
 from diptych.plans.fp8 import BLOCK, Quantization
 
 ALIGNMENT = 16
-"""The rows of matrices of 8-bit numbers begin at multiples of so many bytes."""
+"""Alignment of the rows of 8-bit matrices, in bytes."""
 
 
 class Quantized(NamedTuple):
     """A quantised matrix."""
 
     values: Tensor
-    """Numbers in an 8-bit type. [N, K]"""
+    """Elements in an 8-bit type. [N, K]"""
     inverse: Tensor
     """Inverse of the scale of every block. [blocks of N, blocks of K] float32"""
     quantization: Quantization
@@ -29,9 +29,9 @@ class Quantized(NamedTuple):
 
 
 def is_8_bit_product(a: Quantized, b: Quantized) -> bool:
-    """Return whether the device of two matrices [M, K] and [N, K] multiplies them in 8 bits.
+    """Return True if the device of two matrices [M, K] and [N, K] multiplies them in 8 bits.
 
-    PyTorch takes blocks of e4m3 only. Blocks are whole along the axis that is added up.
+    With blocks, both matrices must be e4m3, and K must be a multiple of the block size.
     """
     rows, sums = a.values.shape
     columns = len(b.values)
@@ -45,9 +45,9 @@ def is_8_bit_product(a: Quantized, b: Quantized) -> bool:
 
 
 def product_in_8_bits(a: Quantized, b: Quantized) -> Float[Tensor, "m n"]:
-    """Return a @ b.T, added up in float32, of two matrices for which ``is_8_bit_product`` holds.
+    """Return a @ b.T in float32 for two matrices of which ``is_8_bit_product`` is true.
 
-    Hopper adds up products of 8-bit numbers with about 14 bits, and the sums of 128 in float32.
+    Hopper sums 128 products of 8-bit elements with about 14 bits, and these sums in float32.
 
     Args:
         a: the first matrix; its blocks have one row. [M, K]

@@ -120,7 +120,7 @@ class SelfAttention(nn.Module):
         return attended * torch.sigmoid(add_bias(*self.linear_gate(hidden_states, packed)))
 
     def _positioned(self, x: Tensor, norm: RMSNorm | None, context: ForwardContext) -> Tensor:
-        """Norm queries or keys [B, T, H, d], if there is a norm, and turn them by their positions."""
+        """Apply the norm, if there is one, and the rotary embedding to queries or keys [B, T, H, d]."""
         if norm is not None:
             joint = self.config.qk_layernorm_scope == "projection"
             x = norm(x.reshape(*x.shape[:2], -1), context.tensor_parallel).view(x.shape) if joint else norm(x)

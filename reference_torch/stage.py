@@ -28,7 +28,7 @@ class Microbatch(NamedTuple):
     step: int
     """Training step, for dropout."""
     first: int
-    """Number of its first sequence within the global batch, for dropout."""
+    """Index of its first sequence within the global batch, for dropout."""
     training: bool
     cp: ProcessGroup | None = None
     """Ranks that share its sequences; None: this rank has complete sequences."""
@@ -37,7 +37,10 @@ class Microbatch(NamedTuple):
 
 
 class PipelineStage(GPTModel):
-    """A stage whose input [B, T, S * D] is set before the call, with residual streams concatenated."""
+    """A stage whose input [B, T, S * D] is set before the call, with residual streams concatenated.
+
+    With moe_aux_loss_coeff, the input has one more channel, see balance.join_balance.
+    """
 
     input_tensor: Tensor | None = None
 

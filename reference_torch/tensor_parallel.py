@@ -1,7 +1,7 @@
-"""Tensor and sequence parallelism in PyTorch: what the ranks of a group exchange around the regions of their layers.
+"""Tensor and sequence parallelism in PyTorch: exchanges between ranks of a group around regions of layers.
 
-diptych/plans/tensor_parallel.py defines the parts of parameters and of tokens that a rank holds. Every exchange is one
-operation of autograd, whose backward is the opposite exchange:
+diptych/plans/tensor_parallel.py defines regions, and the parts of parameters and tokens that a rank holds. Every
+exchange is one operation of autograd, whose backward is the opposite exchange:
 
     before a region     gather the tokens of all ranks          backward: scatter the sum of the gradients
     after a region      scatter the sum of the outputs          backward: gather the gradients
@@ -56,7 +56,7 @@ class TensorParallel(NamedTuple):
 
     @property
     def token_parts(self) -> int:
-        """Number of parts that tokens have between regions."""
+        """Number of parts into which tokens are split between regions."""
         return self.size if self.sequence_parallel else 1
 
     def enter(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t2 d"]:
@@ -73,7 +73,7 @@ class TensorParallel(NamedTuple):
         return name_value((_gather if self.sequence_parallel else _sum_of_gradients)(x, self), "region_input")
 
     def leave(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t2 d"]:
-        """Return the sum over ranks of the outputs of a region, of this rank's tokens with sequence parallelism.
+        """Return the sum of a region's outputs over the ranks; with sequence parallelism, only this rank's tokens.
 
         Args:
             x: partial sums of all tokens. [B, T, D]
@@ -93,13 +93,14 @@ class TensorParallel(NamedTuple):
         return x.narrow(TOKENS, self.rank * count, count)
 
     def for_own_share(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        """Return the input of what all ranks compute equally, and of which own_share returns each rank's part.
+        """Return the input of a computation that every rank repeats, and of whose result own_share returns a part.
 
         Args:
             x: with sequence parallelism, values in a region; without, the values before it. [B, T, D]
 
         Returns:
-            The same; without sequence parallelism, the gradient is that of all ranks together, without an exchange.
+            x; without sequence parallelism, its gradient is multiplied by the number of ranks, as if it were summed
+            over them.
         """
         return x if self.size == 1 or self.sequence_parallel else _whole_gradient(x, self)
 
@@ -125,14 +126,15 @@ class TensorParallel(NamedTuple):
         return state._replace(row_low=low, row_high=high)
 
     def embed(self, tokens: Int[Tensor, "b t"], weight: Float[Tensor, "v d"]) -> Float[Tensor, "b t2 d"]:
-        """Return the vectors of the tokens, [B, T, D], or of this rank's tokens with sequence parallelism.
+        """Return the vectors of the tokens, [B, T, D], or with sequence parallelism those of this rank's tokens.
 
         Args:
             tokens: token ids. [B, T]
             weight: vectors of this rank's token ids. [V / n, D]
 
         Raises:
-            IndexError: a token id is outside the vocabulary.
+            IndexError: on a CPU, a token id is outside the vocabulary. On other devices, several ranks do not check it
+                and return a vector of 0.
         """
         if self.size == 1:
             return nn.functional.embedding(tokens, weight)
@@ -149,7 +151,7 @@ class TensorParallel(NamedTuple):
             targets: token ids. [B, T]
 
         Raises:
-            IndexError: a target is no token id.
+            IndexError: on a CPU, a target is no token id. On other devices, several ranks do not check it.
         """
         if self.size == 1:
             return cross_entropy(logits, targets)
@@ -161,7 +163,7 @@ class TensorParallel(NamedTuple):
     def gather_logits(self, logits: Float[Tensor, "b t v"]) -> Float[Tensor, "b t v2"]:
         """Return the logits of all token ids, [B, T, V], from those of this rank's, [B, T, V / n].
 
-        All ranks compute the same from them, so that each keeps its part of the gradient.
+        All ranks compute the same values from the logits, so each rank keeps its part of the gradient.
         """
         if self.size == 1:
             return logits
@@ -190,7 +192,7 @@ class TensorParallel(NamedTuple):
         return (wide * (mean + epsilon).rsqrt() * weight.to(wide.dtype)).to(x.dtype)
 
     def _own_ids(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens as indices into this rank's ids (0 for those of other ranks), and which are its own."""
+        """Return the tokens as indices into this rank's ids (0 for other ids), and True for each id of this rank."""
         local = tokens.long() - self.rank * count
         is_own = (local >= 0) & (local < count)
         return local.where(is_own, 0), is_own
@@ -203,7 +205,7 @@ WHOLE = TensorParallel()
 def sum_repeated(
     gradients: Mapping[str, Tensor], splits: Mapping[str, Split | None], tensor_parallel: TensorParallel
 ) -> None:
-    """Replace the gradients of entries that several ranks hold by their sum over these ranks, where each has a part.
+    """Sum the gradients of entries that several ranks hold, in place, if each rank has only a part of the gradient.
 
     Args:
         gradients: gradients of this rank's parameters, by canonical name.
@@ -248,7 +250,7 @@ def sum_repeated(
 def counted_once(
     gradients: Mapping[str, Tensor], splits: Mapping[str, Split | None], tensor_parallel: TensorParallel
 ) -> list[Tensor]:
-    """Return the gradients of which the sum over all ranks has every entry once; see plans' share_counted.
+    """Return gradients in which every entry counts once in a sum over all ranks; see share_counted of the plans.
 
     Args:
         gradients: gradients of this rank's parameters, by canonical name.
@@ -266,7 +268,7 @@ def counted_once(
             shares = torch.from_numpy(share_counted(split, size, rank)).to(gradient)
             by_axis = [1] * gradient.dim()
             by_axis[split.axis] = -1
-            counted.append(gradient * shares.view(by_axis))  # in the gradient's order, by which ranks divide it
+            counted.append(gradient * shares.view(by_axis))  # of the whole shape, because norms_of_shares divides it
         elif rank == 0:
             counted.append(gradient)
     return counted
@@ -318,11 +320,11 @@ def _unchanged(x: Tensor, among: TensorParallel) -> Tensor:
 
 
 Exchange = Callable[[Tensor, TensorParallel], Tensor]
-"""What ranks do with a tensor of each."""
+"""A function that exchanges one tensor per rank."""
 
 
 def _exchange(forward_exchange: Exchange, backward_exchange: Exchange) -> Exchange:
-    """Return an exchange whose derivative is another one."""
+    """Return an exchange whose derivative is the exchange ``backward_exchange``."""
 
     class Exchanged(torch.autograd.Function):
         @staticmethod

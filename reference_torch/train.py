@@ -71,7 +71,7 @@ from reference_torch.stage import Microbatch, PipelineStage, forward_step, model
 from reference_torch.tensor_parallel import TensorParallel, counted_once
 
 _PREFIXES = ("", MODEL, FIRST_MOMENT, SECOND_MOMENT)
-"""What the canonical name of a parameter may follow."""
+"""Prefixes of canonical names, in a model and in a checkpoint."""
 
 
 class Trainer:
@@ -152,7 +152,7 @@ class Trainer:
 
     @property
     def _gradient_factor(self) -> int:
-        """By how much the gradients of backward are larger than those of the mean loss of a step."""
+        """Factor by which the gradients of backward exceed the gradients of the step's mean loss."""
         if self.config.calculate_per_token_loss:
             return self.train_config.global_batch_size * self.config.seq_length
         return self._groups.dp_size * self._groups.cp_size
@@ -191,6 +191,7 @@ class Trainer:
 
         Raises:
             NonFiniteLossError: the loss or the gradients are not finite; nothing is updated.
+            PipelineError: another process did not take part in time.
         """
         start = time.perf_counter()
         train = self.train_config
@@ -210,7 +211,8 @@ class Trainer:
     def loss_and_gradients(self, batch: Batch, step: int = 0) -> tuple[float, dict[str, np.ndarray]]:
         """Return the loss of a batch and its gradient for every parameter, by canonical name, and update nothing.
 
-        A batch of global_batch_size sequences runs in the microbatches of train_step, any other one as a whole.
+        A batch of global_batch_size sequences runs in the microbatches of train_step, any other batch as a whole. FP8
+        histories have no entry in the result. Every process has to call this.
 
         Args:
             batch: any number of sequences on one process; global_batch_size sequences on several.
@@ -245,7 +247,7 @@ class Trainer:
         return loss.item(), self._gather(gradients)
 
     def validation_loss(self) -> float:
-        """Return the mean loss over ``eval_iters`` batches of the validation split, without dropout.
+        """Return the mean loss over ``eval_iters`` batches of the validation split, in nats per token, without dropout.
 
         Raises:
             NonFiniteLossError: the loss is not finite.
@@ -262,7 +264,7 @@ class Trainer:
         return loss
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return a copy of every parameter, by canonical name."""
+        """Return a copy of every parameter, by canonical name; every process has to call this."""
         return self._gather(export_parameters(self.stages))
 
     def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:

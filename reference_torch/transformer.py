@@ -45,9 +45,9 @@ MIXER_MODULES = {"attention": SelfAttention, "mla": LatentAttention, "gdn": Gate
 
 
 class TransformerLayer(nn.Module):
-    """A mixer and a feed-forward sublayer, an MLP or a mixture of experts.
+    """A mixer and a feed-forward sublayer, which is an MLP or a mixture of experts.
 
-    Each has a norm before or after it, and a hyper-connection or a plain residual around it.
+    Each sublayer has a norm before or after it, and a hyper-connection or a plain residual around it.
 
     Args:
         config: configuration of the model.
@@ -123,13 +123,13 @@ class TransformerLayer(nn.Module):
         return hidden_states
 
     def _norm(self, name: str, x: Tensor, recompute: BlockRecomputation) -> Tensor:
-        """Apply the norm of a name, if the layer has it; it has either those before or those after the sublayers."""
+        """Apply a norm by name, if the layer has it: a layer has norms either before or after its sublayers."""
         norm = getattr(self, name, None)
         return x if norm is None else name_value(recompute(name, norm, x), name)
 
     def _mlp_output(self, normed: Tensor, recompute: BlockRecomputation, ranks: TensorParallel) -> Tensor:
-        """Return the output [B, T, D] of the MLP with its bias; on one of several ranks, its part without the bias."""
-        if not ranks.sequence_parallel:  # the same values, which a replay computes from the norm that it has dropped
+        """Return the output [B, T, D] of the MLP with its bias; with several ranks, a partial sum without the bias."""
+        if not ranks.sequence_parallel:  # an identity here; a replay needs only the normed values
             normed = ranks.enter(normed)
         output = self.mlp(normed, recompute, ranks.size)
         return name_value(output if ranks.size > 1 else add_bias(output, self.mlp.output_bias), "mlp_output")
@@ -137,7 +137,7 @@ class TransformerLayer(nn.Module):
     def _read(
         self, connection: HyperConnectionModule | None, hidden_states: Tensor, recompute: BlockRecomputation
     ) -> tuple[Tensor, Tensor | DeferredMix, Tensor | None]:
-        """Return the input of a sublayer, the residual its output is added to, and h_post (None: all weights are 1)."""
+        """Return a sublayer's input, the residual that its output is added to, and h_post (None: all weights are 1)."""
         if connection is not None:
             return connection.read(hidden_states, recompute.manager_of("aggregated"))
         if hidden_states.dim() == 4:
@@ -326,8 +326,8 @@ class GPTModel(nn.Module):
             Before the last stage: hidden states; with moe_aux_loss_coeff as balance.join_balance returns them.
 
         Raises:
-            ValueError: arguments do not fit together, or the cached and the given tokens are more than
-                config.seq_length.
+            ValueError: arguments do not fit together, or the cached and the given tokens exceed config.seq_length.
+            IndexError: on a CPU, a token or target is no token id.
         """
         batch, length = inputs.shape[:2]
         length *= 1 if self.pre_process else tensor_parallel.token_parts
@@ -404,10 +404,10 @@ class GPTModel(nn.Module):
         return loss + self.config.moe_aux_loss_coeff * tensor_parallel.mean(total).to(loss.dtype)
 
     def _balance(self, training: bool) -> Collected | None:
-        """Return the sum of load-balancing losses, if this call computes it."""
+        """Return an empty sum of load-balancing losses, or None if this call does not compute them."""
         return Collected() if self.config.moe_aux_loss_coeff and training and self.training else None
 
 
 def _joined(hidden_states: Tensor, balance: Collected | None) -> Tensor:
-    """Return what a stage sends with a load-balancing loss: hidden states and the balance of the layers so far."""
+    """Return the output of a stage with a load-balancing loss: hidden states and the balance of the layers so far."""
     return join_balance(hidden_states, None if balance is None else balance.close())

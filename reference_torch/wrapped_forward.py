@@ -1,4 +1,4 @@
-"""The forward of one instance of a module, replaced from outside and put back."""
+"""Replacement of the forward of one instance of a module, and its restoration."""
 
 import copy
 import inspect
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class WrappedForward:
-    """A forward in the place of a module's own; subclasses define the call. It is copied and pickled with the module.
+    """A replacement of a module's forward, which is copied and pickled with the module; subclasses define the call.
 
     Args:
         module: the module.
@@ -18,13 +18,13 @@ class WrappedForward:
     """
 
     is_divisible = False
-    """True if the module may be one in which a pipeline stage begins."""
+    """True if a pipeline stage may begin inside the module."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
         self.name = name
         self._replaced = vars(module).get("forward")
-        """The forward that somebody else had set on this instance, if any."""
+        """The forward that other code had set on this instance, or None."""
 
     @property
     def plain(self) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ class WrappedForward:
         return vars(self.module).get("forward") is self
 
     def undo(self) -> None:
-        """Put the replaced forward back."""
+        """Restore the replaced forward."""
         del self.module.forward
         if self._replaced is not None:
             self.module.forward = self._replaced
@@ -65,7 +65,7 @@ class WrappedForward:
 
 
 def rebound(forward: Any, module: nn.Module, copied: nn.Module) -> Any:
-    """Return the forward that an instance of a module has, for a shallow copy of the module."""
+    """Return the forward of a module's instance, bound to a shallow copy of the module."""
     if isinstance(forward, WrappedForward) and forward.module is module:
         return forward.of(copied)
     if isinstance(forward, MethodType) and forward.__self__ is module:

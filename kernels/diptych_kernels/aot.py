@@ -196,10 +196,10 @@ def delta_rule(
 ) -> list[Recorded]:
     """Return all launches of the delta rule on one sequence in parts.
 
-    With one decay per token (``per_channel`` is False), two value heads share one head of q and k.
+    With one decay per head (``per_channel`` is False), two value heads share one head of q and k.
 
     Args:
-        per_channel: True for one decay per channel of the keys (KDA), False for one per token (Gated DeltaNet).
+        per_channel: True for one decay per channel of the keys (KDA), False for one per head (Gated DeltaNet).
         tokens: number of tokens. T
         heads: number of heads of the values. HV
         key: channels of the keys. K

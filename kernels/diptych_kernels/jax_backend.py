@@ -124,7 +124,7 @@ def run(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
 
 
 def _dispatch(launch: Launch, *inputs: Array) -> tuple[Array, ...]:
-    """Run a launch by the branch of the platform that XLA lowers for; without jax-triton there is only the CPU's."""
+    """Run a launch by the branch of XLA's platform; a CPU without jax-triton has only the branch of the CPU."""
     if jax.default_backend() == "cpu" and jax_triton() is None:
         return jax.lax.platform_dependent(*inputs, cpu=partial(_interpreted, launch))
     return jax.lax.platform_dependent(*inputs, cpu=partial(_interpreted, launch), cuda=partial(_compiled, launch))

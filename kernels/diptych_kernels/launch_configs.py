@@ -4,14 +4,14 @@ Each function has the name of its kernel. It takes a Block and the sizes of a ca
 everything that a backend needs besides the input arrays. The arguments of kernels are inputs, scalars, outputs and
 constants, in this order. The number of tokens is a scalar, so that kernels are not compiled again if it changes.
 
-Sizes that all functions share:
+Arguments that have one meaning in all functions:
 
-    lead        axes that number tokens; their product is the number of tokens
-    streams     residual streams, S
+    lead        sizes of the axes of tokens; their product is the number of tokens
+    streams     number of residual streams, S
     width       channels of a stream or of an activation, D or F
-    dtype       type of the streams or of the activation
-    iterations  pairs of normalisations of Sinkhorn
-    last        axis of the last normalisation, "row" or "column"
+    dtype       type of the streams or the activation; of matrices and coefficients if these are the inputs
+    sinkhorn    static arguments of Sinkhorn and of the mappings
+    write       static arguments of write_streams
 """
 
 import math

@@ -44,7 +44,7 @@ class _Shapes:
 
 
 def is_registered(operation: Operation, static: Any) -> bool:
-    """Return True if an operation is registered, and its static arguments can be written as text, as of one rank."""
+    """Return True if an operation is registered and ``static`` can be written as text, which excludes ranks."""
     return operation.name in _REGISTERED and getattr(static, "ranks", None) is None
 
 

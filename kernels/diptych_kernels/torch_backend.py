@@ -101,7 +101,7 @@ class TorchBackend(Functions):
         """Move an array of integers, possibly of numpy, to the device of ``like``.
 
         Tables that were moved before are remembered, because a copy from the host waits for the device. A CUDA graph
-        must not read one of them: it would outlive the memory, so its capture raises CUDA's error of a copy.
+        may outlive the memory of a remembered table, so its capture copies the table, which raises CUDA's error.
         """
         is_traced = torch.compiler.is_compiling() or isinstance(like, FakeTensor)
         is_remembered = like.device.type == "cuda" and not is_traced and isinstance(x, np.ndarray)
@@ -188,10 +188,9 @@ def _device(index: int) -> tuple[str, tuple[int, int]]:
 
 @lru_cache(maxsize=256)
 def _table_on(device: torch.device, stream: int, content: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Copy a table to a device.
+    """Copy a table to a device for use on one stream, in whose order its memory is reused.
 
-    It belongs to one stream, in whose order its memory is used again, and may be saved for a backward even if inference
-    mode is on now.
+    The copy may be saved for a backward even if inference mode is on now.
     """
     del stream
     with torch.inference_mode(False):

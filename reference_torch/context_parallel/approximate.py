@@ -98,7 +98,7 @@ def states_of_nearest(transition: Tensor | None, state: Tensor, rounds: int, sen
 def gradients_of_nearest(
     transition: Tensor | None, initial: list[Tensor], d_initial: Tensor, send_previous: Shift
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of M and H.
+    """Return the gradients of M, [HV, K, K] or None, and of H, [HV, K, V].
 
     Args:
         transition: see states_of_nearest.

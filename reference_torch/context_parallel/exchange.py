@@ -43,6 +43,10 @@ def exchange_states(
 
     Returns:
         S, 0 on the first rank. [HV, K, V]
+
+    Raises:
+        ValueError: the context has cp_exchange "pipelined".
+        PipelineError: another rank did not take part within context.timeout.
     """
     check_joint_exchange(context.cp_exchange)
     position = context.size - 1 - context.rank if reverse else context.rank
@@ -66,7 +70,7 @@ def of_call(context: FLACPContext, x: Tensor) -> FLACPContext:
 
 
 def sum_over_ranks(x: Tensor, context: FLACPContext) -> Tensor:
-    """Return the sum over all ranks of an array without a gradient; all ranks have to call this function."""
+    """Return the sum of an array over all ranks, without a gradient; all ranks have to call this function."""
     if context.size == 1:
         return x
     gathered = [torch.empty_like(x) for _ in range(context.size)]

@@ -25,6 +25,9 @@ def cp_short_convolution(
         weight: coefficients of each channel; the last is that of the token itself. [C, W]
         context: context of the rank.
 
+    Returns:
+        Outputs of the part in the type of x. [1, T, C]
+
     Raises:
         ValueError: x or weight does not fit the context; nothing is sent.
         NotImplementedError: torch.func transforms an argument.
@@ -60,6 +63,9 @@ def cp_attention(
         v: values of the part. [1, T, G, e]
         context: context of the rank.
         fused: see ops.masked_attention.
+
+    Returns:
+        Outputs of the part. [1, T, H, e]
 
     Raises:
         ValueError: an argument does not fit the context; nothing is sent.

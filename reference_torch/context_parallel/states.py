@@ -14,7 +14,7 @@ from reference_torch.context_parallel.wavefront import receive_from_previous, se
 
 
 class _AttachToGraph(torch.autograd.Function):
-    """x, with a gradient of 0 for y in backward, so that every rank takes part in the exchange of gradients."""
+    """The identity of x, whose backward gives y a gradient of 0, so that every rank takes part in the exchange."""
 
     @staticmethod
     def forward(ctx, x, y):

@@ -33,7 +33,7 @@ class MicrobatchMessages:
     """The messages of one microbatch.
 
     Received parts are saved for layers that backward replays, because a replay communicates nothing. build_cp_context
-    creates one object for each context, equally often on every rank.
+    creates one object for each pipelined context. Every rank has to build the same number of contexts.
 
     Args:
         group: group of the ranks; None: one rank.
@@ -210,7 +210,7 @@ def _receive(
 
 @contextmanager
 def _named(expected: str) -> Iterator[None]:
-    """Raise a PipelineError with what was expected if a message cannot be started."""
+    """Raise a PipelineError that names the expected message if it cannot be started."""
     try:
         yield
     except RuntimeError as error:

@@ -29,6 +29,9 @@ def zigzag_attention(
         v: values of all ranks. [1, R T, G, e]
         context: context of the rank.
         fused: see ops.masked_attention.
+
+    Returns:
+        [1, T, H, e]
     """
     length = q.shape[1]
     halves = list(_MoveHalves.apply(*q.split(half_lengths(length), dim=1), context, False))

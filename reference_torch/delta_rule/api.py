@@ -103,7 +103,7 @@ def chunk_kda(
         Outputs [B, T, HV, V] in the type of v, and the final states, like initial_state, or None.
 
     Raises:
-        ValueError: arguments do not fit together, or a keyword is unknown.
+        ValueError: arguments do not fit together, or a keyword is unknown. Under torch.func: NotImplementedError.
 
     Reference: Kimi Team, arXiv 2510.26692, section 3. The host reads cu_seqlens, and waits if it is on a GPU.
     """
@@ -197,7 +197,7 @@ def _values_of(cu_seqlens: Tensor) -> np.ndarray:
 
 
 def _info(name: str, x: Tensor | None) -> ArrayInfo | None:
-    """Return shape and type of an argument for check_arguments, or None; reject what is not a tensor."""
+    """Return shape and type of an argument for check_arguments, or None; reject other objects than tensors."""
     if x is None:
         return None
     if not isinstance(x, Tensor):

@@ -43,7 +43,7 @@ def chunked_by_kernels(
 def _boundary_sequences(
     context: FLACPContext, initial_state: Tensor | None, sequences: np.ndarray, k: Tensor, v: Tensor
 ) -> BoundarySequences:
-    """Return the first and last sequence of this rank; a sequence that begins or ends here is given no tokens."""
+    """Return this rank's first and last sequence; it has no tokens if it starts (first) or ends (last) on this rank."""
     first = sequences[0] * (not context.is_first_rank)
     last = sequences[-1] * (not context.is_last_rank)
     dtype = torch.promote_types(v.dtype, torch.float32)

@@ -123,8 +123,8 @@ class Layout(NamedTuple):
         Only the state of the first sequence has transition columns.
 
         Args:
-            stacked: states of the first sequences, [sequences, B * HV, K, V]; those of further ones are zeros.
-            like: tensor whose device and precision zeros have, and at least float32.
+            stacked: states of the first sequences, [sequences, B * HV, K, V]; those of further sequences are zeros.
+            like: tensor with the device and the type of these zeros; a narrower type than float32 becomes float32.
         """
         sequences, *shape = self.states_shape
         states = [] if stacked is None else list(stacked)
@@ -175,12 +175,13 @@ def chunked(
     num_transition_columns: int = 0,
     exchange: StateExchange | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return outputs, their transition columns (None if there are none), and final states.
+    """Return outputs [B, T, HV, V], their transition columns [B, U, HV, K] or None, and final states [N, HV, K, V + K].
 
     arguments, options and cu_seqlens are the checked arguments of chunk_kda (api.py). initial_state holds the states of
-    the first sequences; further sequences begin with 0. Only the first sequence has transition columns (see the
-    docstring of this file); the states of other sequences are padded with zeros, and outputs then have the type of
-    states. ``exchange`` begins before the last outputs are computed.
+    the first sequences; further sequences begin with 0. Only the first sequence, of U tokens, has transition columns
+    (see the docstring of this file); the states of other sequences are padded with zeros, and outputs then have the
+    type of states. Without transition columns, final states have V columns. ``exchange`` begins before the last outputs
+    are computed.
     """
     batch, length, heads, width = arguments.v.shape
     key = arguments.q.shape[-1]

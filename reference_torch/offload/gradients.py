@@ -84,12 +84,12 @@ class OffloadedGradients:
                 memory.unguard()
 
     def end(self, layer: int, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        """Release the gradients of a layer after its update."""
+        """Start to copy the gradients of a layer to the host after its update."""
         with self._lock:
             self._evict(self._memories_of(layer))
 
     def finish(self, layer: int | None = None) -> None:
-        """Wait for all copies to the host and release their device memory."""
+        """Wait for all copies to the host, of every layer, and release their device memory."""
         with self._lock:
             outgoing = self._outgoing
             self._outgoing = []

@@ -1,4 +1,4 @@
-"""The call of a layer, at whose end the observation of its forward has ended whatever happened.
+"""Calls of layers that end the observation of their forwards, also after an interruption.
 
 PyTorch runs no forward hook after an exception that is no ``Exception``, such as the KeyboardInterrupt of Ctrl-C, and
 none that was removed during the call. The saved-tensor hooks of the forward would then stay active for the process.
@@ -25,12 +25,12 @@ class Observation(Protocol):
         ...
 
     def end_forwards(self, depth: int) -> None:
-        """End the observation of the forwards that began last, until so many are left."""
+        """End the observation of the forwards that began last, until ``depth`` are left."""
         ...
 
 
 class ObservedCall:
-    """What a module calls in the place of its ``_call_impl``, which runs hooks and forward.
+    """A replacement of a module's ``_call_impl``, which runs hooks and forward.
 
     Args:
         module: the layer.
@@ -41,7 +41,7 @@ class ObservedCall:
         self._module = weakref.ref(module)
         self._observer = observer
         self._replaced: Callable[..., Any] | None = vars(module).get("_call_impl")
-        """What somebody else had put there, if anything."""
+        """The replacement that other code had set before, or None."""
         vars(module)["_call_impl"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,13 +84,13 @@ class ObservedCall:
         return self._module()
 
     def undo(self) -> None:
-        """Give the module its own call back, unless somebody else has replaced this one."""
+        """Restore the call of the module, unless other code has replaced this one."""
         module = self._module()
         if module is not None and vars(module).get("_call_impl") is self:
             self.leave(vars(module))
 
     def leave(self, state: dict[str, Any]) -> None:
-        """Put into the attributes of a module what was there before."""
+        """Restore the former ``_call_impl`` in the attributes of a module."""
         del state["_call_impl"]
         if self._replaced is not None:
             state["_call_impl"] = self._replaced

@@ -252,7 +252,7 @@ class OffloadedLayer:
 
 
 def _for_each(memories: Iterable[OffloadedMemory], function: Callable[[OffloadedMemory], object]) -> None:
-    """Act on every memory, even after an error, then raise the first error."""
+    """Call a function on every memory, even after an error, then raise the first error."""
     errors = []
     for memory in memories:
         try:

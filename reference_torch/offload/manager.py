@@ -127,7 +127,11 @@ class TensorOffloadManager:
         self._scheduler.evict(layer_id)
 
     def prefetch_next_layers(self, current_layer_id: int) -> None:
-        """Start to fetch the num_prefetch_layers layers that the next uses need."""
+        """Start to fetch the num_prefetch_layers layers that the next uses need.
+
+        Args:
+            current_layer_id: a registered layer; only checked, because the manager knows the order of uses.
+        """
         self._residency.layer(current_layer_id)
         for layer_id in self._scheduler.order.next_window()[: self.num_prefetch_layers]:
             self._residency.fetch(layer_id)
@@ -262,7 +266,7 @@ class TensorOffloadManager:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters of copies and waits, and under ``retained`` the memories that stay on the device with the reason."""
+        """Counters of copies and waits, and under ``retained`` the reason of each memory that stays on the device."""
         return self.statistics.as_dict() | {"retained": self._residency.reasons_to_retain()}
 
     def print_stats(self) -> None:

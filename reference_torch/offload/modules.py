@@ -28,12 +28,12 @@ def offload_modules(model: Any, modules: Any, **settings: Any) -> TensorOffloadM
         settings: arguments of TensorOffloadManager.
 
     Returns:
-        The manager. Keep a reference to it: close(), or deleting it, moves everything back and undoes all.
+        The manager. Keep a reference to it: close(), or its deletion, moves everything back and removes all hooks.
 
     Raises:
         TypeError: model is no module, modules is no list of texts, or a setting is unknown.
-        ValueError: a pattern matches nothing, a match lies inside of another, a cut of split_model lies in a match, or
-            see TensorOffloadManager and its register_layer.
+        ValueError: a pattern matches nothing, a match is inside another, a match contains a cut of split_model, or an
+            error of TensorOffloadManager or its register_layer.
         OffloadError: the host has no free memory.
     """
     if not isinstance(model, nn.Module):

@@ -83,7 +83,7 @@ def step_by_layer(
 
     Args:
         order: numbers of the layers.
-        moved: what moves: the gradients, the optimizer state.
+        moved: the offloaded gradients and optimizer state.
         update: updates a layer and returns its parameters.
         optimizer: has the state.
 

@@ -168,7 +168,7 @@ class LayerObserver:
             listener.end_group(group)
 
     def end_forwards(self, depth: int) -> None:
-        """End the observation of the forwards after which no hook has run, until so many are left."""
+        """End the observation of the forwards after which no hook has run, until ``depth`` are left."""
         module: Any = self._module()
         while len(self._running) > depth:
             with contextlib.suppress(Exception):  # the caller must see what has ended the forward

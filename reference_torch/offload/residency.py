@@ -113,7 +113,7 @@ class Residency:
 
     @property
     def moved_with_updates(self) -> list[OffloadedGradients | OffloadedMoments]:
-        """What moves with the update of a layer, besides its parameters."""
+        """The gradients and the optimizer state that move with the update of a layer, if they are offloaded."""
         return [moved for moved in (self.gradients, self.moments) if moved is not None]
 
     @property

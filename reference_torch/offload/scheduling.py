@@ -20,7 +20,7 @@ from reference_torch.offload.residency import Residency
 from reference_torch.recompute import internals
 
 LOOK_AHEAD = 4096
-"""Predicted uses among which the next backwards are sought, because a prediction has no end."""
+"""Number of predicted uses that are searched for the next backwards, because a prediction has no end."""
 
 
 class UseOrder:
@@ -98,7 +98,7 @@ class UseOrder:
         if last is None or last.layer not in self.layers:
             last = Use("S", self.layers[-1])
         replays = self._replays
-        # A replay of several layers has begun that no earlier step had: those up to the waiting backward follow.
+        # A replay that no earlier step had has begun: the layers up to that of the waiting backward follow.
         if last.kind == "R" and self.pending and self.pending[-1] not in replays:
             begin, end = (self.layers.index(layer) for layer in (last.layer, self.pending[-1]))
             replays = {**replays, self.pending[-1]: tuple(self.layers[begin:end]) or (last.layer,)}
@@ -130,7 +130,7 @@ class UseOrder:
 
 
 def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let other threads wait until a method of the scheduler has ended."""
+    """Wrap a method of the scheduler, so that one thread at a time runs it."""
 
     @wraps(method)
     def alone(self: "UseScheduler", *args: Any, **options: Any) -> Any:

@@ -25,8 +25,9 @@ class OffloadStatistics:
     misses: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     """Uses of each layer that was on the host."""
     peak_bytes: int = 0
-    """Largest number of bytes of registered layers on the device at once, since their first eviction."""
+    """Largest number of bytes of registered layers on the device at once, since the last offload_all_layers."""
     peak_layers: int = 0
+    """Largest number of registered layers on the device at once, since the last offload_all_layers."""
     _waited: float = 0.0
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 

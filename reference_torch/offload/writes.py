@@ -1,4 +1,4 @@
-"""Writes to parameters and buffers that no version counter records: who may make them, in forward and in backward."""
+"""Detection of hooks and buffers whose writes no version counter records, in forward and in backward."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -53,7 +53,7 @@ def has_backward_hooks(parts: Iterable[nn.Module]) -> bool:
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Return True if a hook of others than offload runs when the gradient of a parameter arrives."""
+    """Return True if a hook that is not offload's runs when the gradient of a parameter arrives."""
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         return True
     hooks = parameter._backward_hooks

@@ -85,6 +85,9 @@ class AttributeReads:
 
         Args:
             parts: parts that call each submodule.
+
+        Raises:
+            ValueError: a part does so; the message names the attribute and the stage.
         """
         for (module, key), readers in self._read.items():
             path, owner, changed = self._modules[module]
@@ -113,13 +116,13 @@ class AttributeReads:
 
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-"""Attributes that others watch."""
+"""Attributes that this class does not watch."""
 _active: list[AttributeReads] = []
 _lock = Lock()
 
 
 def _watch(reads: AttributeReads, more: int) -> None:
-    """Let modules tell which attributes are read, while there are contexts.
+    """Make modules report which attributes are read and set, while a context is active.
 
     Args:
         reads: the context.
@@ -161,7 +164,7 @@ def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 
 def end_part(part: int) -> None:
-    """Tell the contexts that a part of the traced forward ends."""
+    """Notify the active contexts that a part of the traced forward ends."""
     for reads in _active:
         reads.end_part(part)
 
@@ -173,11 +176,11 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
 
 
 _Contents = list[tuple[Any, Any, int | None]]
-"""Each place in a value, what is there, and its version if it is a tensor that changes in place."""
+"""Each place in a value, the object there, and the version of a tensor that is no inference tensor."""
 
 
 def _contents(module: nn.Module, only: str | None = None) -> dict[str, _Contents]:
-    """Return what the attributes of a module, or one of them, contain."""
+    """Return the contents of the attributes of a module, or of one of them, by name."""
     items = [(key, value) for key, value in vars(module).items() if key not in _REGISTRIES and only in (None, key)]
     return {key: [(place, each, _version(each)) for place, each in contents(value).items()] for key, value in items}
 

@@ -23,12 +23,12 @@ from reference_torch.pipeline.split_backward import DeferredWeightGradients
 class RankStages(Protocol):
     """The computations of a rank's stages, which the executor calls in the order of a schedule.
 
-    What stages exchange is called a result: activations of a forward, or gradients of a backward. Its form is up to
-    the implementation; only a result for another rank is encoded as tensors.
+    A result is what a stage sends to the next one: activations of a forward, or gradients of a backward. The
+    implementation chooses its form; only a result for another rank is encoded as tensors.
     """
 
     def forward(self, action: Action, received: Any) -> tuple[Any, Any]:
-        """Run F of a stage and return its result, and what backward needs.
+        """Run F of a stage, and return its result and the values that backward needs.
 
         Args:
             action: the action.
@@ -37,11 +37,11 @@ class RankStages(Protocol):
         ...
 
     def backward(self, action: Action, saved: Any, received: Any) -> Any:
-        """Run B or I of a stage and return the gradients of what it received; None on the first stage.
+        """Run B or I of a stage, and return the gradients of the result that it received; None on the first stage.
 
         Args:
             action: the action.
-            saved: what forward returned for this microbatch.
+            saved: values for backward that forward returned for this microbatch.
             received: gradients from the next stage; None on the last stage.
         """
         ...
@@ -97,7 +97,7 @@ class Executor:
         self._trace = [] if trace is None else trace
         self._overlap_p2p_comm = overlap_p2p_comm
         self._saved: dict[tuple[int, int], Any] = {}
-        """What each forward saved whose backward has not run, by stage and microbatch."""
+        """Values for backward of each forward whose backward has not run, by stage and microbatch."""
         self._results: dict[Action, Any] = {}
         """Results of actions that wait for a send or for another stage of this rank."""
         self._deferred: defaultdict[tuple[int, int], DeferredWeightGradients] = defaultdict(DeferredWeightGradients)

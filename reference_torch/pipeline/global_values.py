@@ -14,17 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from reference_torch.pipeline.nested_values import CONTAINERS, MISSING, PLAIN, attributes, contents
 
 _DEPTH = 3
-"""Functions that call functions that are searched."""
+"""Depth of references from function to function up to which values are searched."""
 
 _LIBRARIES = ("torch", "numpy", "random", "builtins", "jaxtyping", "beartype", "tqdm")
 """Packages whose functions are not searched."""
 
 _ENTRIES = 1000
-"""Values inside of a global value that are searched: a global list may be a data set."""
+"""Number of values inside a global value that are searched: a global list may be a data set."""
 
 
 def _reached(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
-    """Yield the values that a function reaches, or those in another value."""
+    """Yield the values that a function reaches; of another object, the values inside it."""
     function = getattr(value, "__func__", value)  # of a method, a static method or a class method
     function = getattr(function, "fget", function)  # of a property
     if not isinstance(function, FunctionType):
@@ -52,7 +52,7 @@ def _is_of_library(module: str | None) -> bool:
 
 
 def _inside(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
-    """Yield a value and those inside of it that are no plain values: in lists, tuples, dicts and attributes."""
+    """Yield a value and the values inside it, except for plain values and tensors."""
     if id(value) in seen or isinstance(value, (*PLAIN, Tensor)):
         return
     seen.add(id(value))

@@ -60,8 +60,8 @@ class PipelineExecutor:
         variable_shapes: if True, every message contains its structure. Otherwise the first step fixes the shapes.
         shared_parameters: parameters that stages on several ranks share, such as a tied embedding, each as a dict from
             stage to name. Their gradients are summed over these ranks. None: those that are the same object in
-            ``stages``, or that split_model found. Stages that are None show none, and fully_shard replaces parameters,
-            so name them then; [] says that there are none.
+            ``stages``, or that split_model found. Name them if stages are None or if fully_shard has replaced
+            parameters; [] means that there are none.
         device: device of received tensors; None: that of the first parameter of the rank's stages.
         overlap_p2p_comm: if True, messages overlap with computation.
         deallocate_outputs: if True, the memory of an output is released once it is sent.
@@ -103,7 +103,7 @@ class PipelineExecutor:
         self._variable_shapes = variable_shapes
         self._deallocate_outputs = deallocate_outputs
         self._known: dict[bool, dict[int, TreeSpec]] = {True: {}, False: {}}
-        """Structures of messages by sending stage, for steps with and without backwards, once there was one."""
+        """Structures of messages by sending stage, for steps without (True) and with (False) backward."""
         found = find_shared(stages) if shared_parameters is None else shared_parameters
         self._shared = SharedParameters(found, self._stages, self.schedule, group, timeout)
         self._communicator = None
@@ -162,12 +162,12 @@ class PipelineExecutor:
 
     @torch.no_grad()
     def evaluate(self, inputs: Any = None, targets: Any = None) -> list[Tensor]:
-        """Return the losses of microbatches, without backward; arguments, result and errors are those of ``step``."""
+        """Return the losses of microbatches, without backward; arguments, result and errors are as in ``step``."""
         return self._run(forwards_of(self.schedule), Microbatches(inputs, targets), None, self._scale, None)
 
     @torch.no_grad()
     def forward(self, inputs: Any = None) -> list[Any]:
-        """Return the outputs of the last stage for microbatches; arguments, result and errors are those of ``step``."""
+        """Return the output of the last stage for each microbatch; [] on other ranks. Errors are those of ``step``."""
         return self._run(forwards_of(self.schedule), Microbatches(inputs, None), None, None, None)
 
     def close(self) -> None:
@@ -246,7 +246,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
         Pytrees of the same structure, whose tensors are views of the batch.
 
     Raises:
-        ValueError: a tensor cannot be split evenly.
+        ValueError: a tensor cannot be split evenly, or num_microbatches is not an integer of at least 1.
     """
     if not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ValueError(f"num_microbatches: expected a whole number of at least 1, got {num_microbatches!r}")

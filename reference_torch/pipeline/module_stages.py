@@ -39,7 +39,7 @@ class Microbatches(NamedTuple):
 
 
 class MessageSpecs(NamedTuple):
-    """What is known about messages before they arrive."""
+    """The known structure of messages that have not arrived."""
 
     known: dict[int, TreeSpec]
     """Structure of the activations that each stage sends; filled in the first step."""
@@ -50,7 +50,7 @@ class MessageSpecs(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What backward needs of a forward."""
+    """The tensors of a forward that backward needs."""
 
     received: list[Tensor]
     """Tensors of the previous stage that require gradients."""
@@ -70,7 +70,7 @@ class ModuleStages:
         data: microbatches of the step.
         loss_fn: the loss; None: the output of the last stage is the loss.
         scale: factor of each loss before its backward; None: outputs are collected instead of losses.
-        messages: what is known about messages.
+        messages: known structure of messages.
         deallocate_outputs: release outputs once sent.
     """
 

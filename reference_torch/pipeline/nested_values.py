@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 _DEPTH = 3
-"""Objects inside of objects that are searched."""
+"""Depth of objects inside of objects up to which values are searched."""
 
 _CLOSED = (nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 """Objects whose attributes are no values of a forward."""
@@ -19,13 +19,13 @@ PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(
 """Values without tensors, which == compares."""
 
 MISSING = object()
-"""In the place of a value that is not there."""
+"""A marker for a value that does not exist."""
 
 CONTAINERS = (list, tuple, dict)
-"""Objects that contain others in places."""
+"""Types of objects that contain others by index or key."""
 
 Place = tuple[tuple[bool, Any], ...]
-"""Where a value is inside of another: for each step, whether it is an attribute, and its name, key or index."""
+"""The path to a value inside another: for each step, True for an attribute, and its name, key or index."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -48,11 +48,11 @@ def _collect(value: Any, found: list[Tensor], seen: set[int], depth: int) -> Non
 
 
 def with_tensors_replaced(value: Any, replace: Callable[[Tensor], Any]) -> Any:
-    """Return a value with other tensors in the places of its tensors; objects that contain them are copied.
+    """Return a value with its tensors replaced; objects that contain tensors are copied.
 
     Args:
         value: the value.
-        replace: returns what takes the place of a tensor, or the tensor itself.
+        replace: returns the replacement of a tensor, or the tensor itself.
     """
     return _replaced(value, replace, {}, _DEPTH)
 
@@ -92,9 +92,9 @@ def _slots(kind: type) -> list[str]:
 
 
 def contents(value: Any, depth: int = _DEPTH) -> dict[Place, Any]:
-    """Return what a value contains, by place: itself, what is in lists, tuples and dicts, and attributes of objects.
+    """Return the contents of a value by place: the value, items of lists, tuples and dicts, and attributes of objects.
 
-    What is in several places is listed with its contents in the first.
+    The contents of an object that is in several places are listed only at the first place.
     """
     found: dict[Place, Any] = {}
     _visit((), value, found, set(), depth)
@@ -122,7 +122,7 @@ def plain_in(value: Any) -> dict[Place, Any]:
 
 
 def changes(before: dict[Place, Any], after: dict[Place, Any]) -> dict[Place, Any]:
-    """Return the plain values that differ, new lists and dicts (empty), and MISSING for what has been removed."""
+    """Return changed plain values, new lists and dicts (as empty ones), and MISSING for removed values, by place."""
     found: dict[Place, Any] = {}
     for place, value in after.items():
         old = before.get(place, MISSING)
@@ -140,7 +140,7 @@ def same_plain(one: Any, other: Any) -> bool:
 
 
 def change(value: Any, place: Place, new: Any) -> None:
-    """Make a change inside of a value, if it has the place."""
+    """Set or remove one plain value inside a value; do nothing if the value lacks the place."""
     *outer, (is_attribute, key) = place
     try:
         for was_attribute, name in outer:
@@ -162,11 +162,11 @@ def change(value: Any, place: Place, new: Any) -> None:
 
 
 def containers_copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a value with copies of its lists, dicts and sets, also of those in tuples; what they contain stays.
+    """Return a value with copies of its lists, dicts and sets, also of those in tuples; other objects are not copied.
 
     Args:
         value: the value.
-        memo: copies by the id of the original, also of those that stay.
+        memo: copies by the id of the original; an object that maps to itself is not copied.
     """
     if id(value) in memo:
         return memo[id(value)]

@@ -66,7 +66,7 @@ class Trace:
     arguments: Any = None
     """Fake arguments of the forward, positional and by keyword."""
     crossing: list[list[Number]] = field(default_factory=list)
-    """The tensors that each part needs from earlier ones, also those that it only passes on. Part 0 needs none."""
+    """The tensors that each part receives from earlier parts, for itself or for later parts. Part 0 receives none."""
     output: Any = None
     """Structure of the output."""
     parts: dict[str, set[int]] = field(default_factory=dict)
@@ -314,7 +314,7 @@ class PartialRun(Run):
 
 
 def _check_plain(called: Any, does: str, traced: dict[Place, Any], found: dict[Place, Any]) -> None:
-    """Check that a submodule passes on the same plain values as in the trace, which later parts have."""
+    """Check that a submodule gives the same plain values as in the trace, which later parts read."""
     for place in [*traced, *(place for place in found if place not in traced)]:
         old = traced.get(place, MISSING)
         new = found.get(place, MISSING)
@@ -332,7 +332,7 @@ def _described(value: Any) -> str:
 
 
 def has_fake(value: Any) -> bool:
-    """Return True if a value has a tensor without elements."""
+    """Return True if a value contains a fake tensor."""
     return any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value))
 
 

@@ -20,7 +20,7 @@ _LENGTH_BYTES = 8
 
 
 class TensorSpec(NamedTuple):
-    """What the receiver must know about a tensor."""
+    """The metadata of a tensor that its receiver needs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

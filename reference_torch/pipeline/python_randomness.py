@@ -18,7 +18,7 @@ _QUIET = ("getstate", "setstate", "get_state", "set_state")
 
 
 class PythonRandomness:
-    """A context that notes draws of this thread, and at its end puts the sources back to where they were.
+    """A context that notes draws of this thread, and at its end restores the states of the sources.
 
     Draws from the global sources are noted by wrappers of the functions of ``random`` and ``numpy.random``. Functions
     that were imported earlier by name are noted by the state of their source. Where others may draw from it too (other

@@ -1,4 +1,4 @@
-"""Tensors with elements in a traced forward: every part makes them for itself, or has them from the model."""
+"""Tensors with elements in a traced forward: every part creates them itself, or reads them from the model."""
 
 import gc
 from collections.abc import Iterator, Mapping
@@ -96,7 +96,7 @@ class Changes:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return what identifies the memory of a tensor; sparse ones have several parts."""
+    """Return an identifier of the memory of a tensor; that of a sparse tensor, which has several parts, is its own."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):

@@ -191,7 +191,7 @@ def infer_tensor_shapes(
 def get_pp_rank_microbatches(
     num_microbatches: int, config: TransformerConfig, pp_rank: int, forward_only: bool = False
 ) -> tuple[int, bool, int, int]:
-    """Return the forwards of a rank: their number, if all are warm-up, the warm-up ones, and the remaining ones.
+    """Return the number of forwards of a rank, whether all are warm-up, the number in warm-up, and the number after it.
 
     Args:
         num_microbatches: number of microbatches of the step.

@@ -2,7 +2,7 @@
 
 The previous stage waits only for the gradient of its output. Under :class:`DeferredWeightGradients`, every linear map,
 matrix product and convolution whose weight requires a gradient becomes an operation whose backward computes the
-gradient of the input and records what the gradient of the weight is made of. :meth:`DeferredWeightGradients.run`
+gradient of the input and records the factors of the gradient of the weight. :meth:`DeferredWeightGradients.run`
 computes the recorded gradients. Nothing is computed twice. Gradients of all other parameters (norms, hyper-connections,
 embedding) are cheap and are computed in I. Those of a compiled module are too: it is one operation of autograd.
 
@@ -298,8 +298,9 @@ def _may_defer() -> bool:
 def _is_deferrable(weight: Tensor, parameter: Tensor) -> bool:
     """Return True if the gradient of a weight can be deferred.
 
-    It must be real. Hooks of a weight need the gradient, and only autograd calls them; those that note the
-    use of an offloaded layer do not need it. Offloaded gradients do: they are fetched before backward adds to them.
+    The weight must be real and have no hook that needs its gradient, because only autograd calls hooks. The hooks that
+    note the use of an offloaded layer do not need it. Those of offloaded gradients do: they fetch the gradient before
+    backward adds to it.
     """
     if not isinstance(parameter, torch.nn.Parameter):  # a weight from another stage, whose gradient is sent back
         return False

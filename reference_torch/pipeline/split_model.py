@@ -250,7 +250,7 @@ class _Stage:
     _stage_tracer: _Tracer
     _stage_part: int
     _own_forward: Callable[..., Any] | None = None
-    """The forward that somebody has set on this instance of the model."""
+    """The forward that other code has set on this instance of the model."""
     shared_parameters: list[dict[int, str]]
     """Parameters that several stages share, each as a dict from stage to name."""
 
@@ -293,7 +293,7 @@ class _Stage:
 
 @contextmanager
 def _own_buffers(stage: Any, traced: Trace) -> Iterator[None]:
-    """Put back, at the end, the buffers that only the enclosing code of another stage changes."""
+    """Restore, at the end, the buffers that only the enclosing code of another stage changes."""
     changed = [name for name, part in traced.changed_buffers.items() if part != stage._stage_part]
     buffers = stage._stage_tracer.enclosing_buffers(stage) if changed else {}
     others = [buffers[name] for name in changed]
@@ -364,7 +364,7 @@ def _stage(model: nn.Module, tracer: _Tracer, part: int, owners: Mapping[str, se
 
 
 def _whole(module: nn.Module, fake: nn.Module, owned: bool, read: set[str]) -> nn.Module:
-    """Return a submodule that shares everything with the model's, or has its attributes and few parameters.
+    """Return a submodule that shares all with the model's if owned; else one with only the parameters that are read.
 
     Args:
         module: the submodule of the model.
@@ -425,7 +425,7 @@ def _shallow_copy(module: nn.Module, kind: type, shared: dict[int, Any]) -> Any:
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """Return what a checkpoint has of a submodule; one without any is on every stage."""
+    """Return the parameters and state_dict names of a submodule; one without any is on every stage."""
     return [*module.parameters(), *module.state_dict()]
 
 

@@ -42,7 +42,7 @@ def forward_step(
         input_tensor: output of the previous stage; None on the first stage.
         forward_data_store: list to which the reports of the last stage are appended.
         config: configuration of the model.
-        cp_group_size: number of context ranks that share each sequence.
+        cp_group_size: number of context ranks that share each sequence; the loss is multiplied by it.
         collect_non_loss_data: the reducer returns data to collect instead of a loss.
         vp_stage: index of the virtual stage within its rank.
         is_last_stage: if True, a loss is computed.
@@ -146,7 +146,7 @@ def check_output(output: Any, stage: int, shapes: Sequence[Shape], variable: boo
         output: result of a stage that is not the last.
         stage: number of the stage, for error messages.
         shapes: shapes that the next stage expects.
-        variable: if True, messages contain their shapes; only the number of dimensions and the last one are checked.
+        variable: if True, messages contain their shapes; only the number of dimensions and the last size are checked.
         dtype: dtype that the next stage expects.
 
     Raises:

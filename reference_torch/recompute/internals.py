@@ -39,7 +39,7 @@ def storage_address(tensor: Tensor) -> int | None:
 def torch_checkpoint() -> Any:
     """Return the hook of the torch.utils.checkpoint that packs what operations save now, or None.
 
-    Hooks of recompute and offload pass values on to those around them, which their attribute ``outer`` holds.
+    Hooks of recompute and offload call the hooks around them, which their attribute ``outer`` holds.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
     while hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
@@ -130,7 +130,7 @@ def set_read_message(storage: torch.UntypedStorage, message: str) -> None:
 
 
 def outer_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """Return the active saved-tensor hooks."""
+    """Return the active saved-tensor hooks, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 

@@ -48,7 +48,7 @@ class RecomputedModules:
             wrapped.install()
 
     def remove(self) -> None:
-        """Give the model back its own forward. A second call does nothing.
+        """Restore the forwards of the model. A second call does nothing.
 
         Raises:
             RecomputeUsageError: a forward was replaced again after recompute_modules; undo that first.
@@ -66,16 +66,16 @@ class RecomputedModules:
     def report(self, *inputs: Any, **options: Any) -> dict[str, ModuleBytes]:
         """Run the model twice, without and with recompute, and return the bytes that modules hold for backward.
 
-        Parameters, buffers and inputs do not count. Gradients are not computed; buffers such as the statistics of batch
-        norms, and the state of the random generators, are as before.
+        Parameters, buffers and inputs do not count. Gradients are not computed; afterwards, buffers such as the
+        statistics of batch norms and the states of random generators are as before.
 
         Args:
             inputs: positional arguments of the model.
             options: keyword arguments of the model.
 
         Returns:
-            Bytes by the name of the submodule, of each block (what is neither in a chosen submodule of it), and ``""``
-            for the rest of the model. The sums are the bytes of the whole model.
+            Bytes of each chosen submodule, of each block without its chosen submodules, and of the rest of the model,
+            by name; the rest has the name ``""``. The sums are the bytes of the whole model.
 
         Raises:
             RecomputeUsageError: recompute was removed.
@@ -107,11 +107,11 @@ def recompute_modules(model: Any, modules: Any) -> RecomputedModules:
     Args:
         model: any nn.Module; docs/everywhere.md lists what it can be combined with.
         modules: patterns of submodules by patterns of blocks; ``*`` stands for any text without a dot, and ``""`` for
-            the whole model. A submodule runs again in backward, so it must leave its inputs as they are. Its buffers
-            and random numbers are taken care of; other state that its forward changes is not.
+            the whole model. A submodule is replayed in backward, so it must not change its inputs. A replay restores
+            its buffers and random generators, but no other state that its forward changes.
 
     Returns:
-        A handle, whose remove() undoes all and whose report(inputs) lists bytes.
+        A handle: remove() undoes all changes, and report(inputs) returns bytes.
 
     Raises:
         TypeError: model is no module, or modules is no mapping of lists.
@@ -136,7 +136,7 @@ def recompute_modules(model: Any, modules: Any) -> RecomputedModules:
 
 
 def _check_separate(found: Mapping[str, nn.Module], blocks: Mapping[str, tuple[str, ...]]) -> None:
-    """Check that no chosen submodule is, under another name, part of another one; names alone do not show it."""
+    """Check that no chosen submodule is part of another one under another name, which patterns do not detect."""
     chosen = {id(found[name]): name for names in [blocks, *blocks.values()] for name in names}
     for name in [name for names in blocks.values() for name in names]:
         for inner in found[name].modules():
@@ -189,7 +189,7 @@ class _Recomputed(_Wrapped):
         manager: MHCBlockRecomputeManager | None = getattr(_current, "manager", None)
         if manager is None or not self.drops:
             return self.plain(*args, **kwargs)
-        if internals.torch_checkpoint() is not _current.torch_checkpoint:  # inside of the block: it drops everything
+        if internals.torch_checkpoint() is not _current.torch_checkpoint:  # a torch.utils.checkpoint drops it
             return self.plain(*args, **kwargs)
         manager.discard_unheld_outputs()
         checkpoint = CheckpointWithoutOutput(self.name)
@@ -226,7 +226,7 @@ class _Buffer(NamedTuple):
             return self.tensor.is_floating_point() and not torch.equal(_read(self.tensor), self.content)
 
     def restore(self) -> None:
-        """Give the buffer this content and version; without a write if it has them, since memory may be read-only."""
+        """Give the buffer this content and version, without a write if it has both: memory may be read-only."""
         if self.tensor._version == self.version:
             changes_always = isinstance(self.owner, _NormBase) and self.owner.training
             if not changes_always and _has_bits_of(self.tensor, self.content):
@@ -235,7 +235,7 @@ class _Buffer(NamedTuple):
 
 
 class _Call:
-    """A call of a submodule. A replay begins with the buffers of forward, and puts the present ones back."""
+    """A call of a submodule. A replay begins with the buffers of forward, and restores the present ones at its end."""
 
     def __init__(self, module: nn.Module, plain: Callable[..., Any]) -> None:
         self.__self__ = module
@@ -369,7 +369,7 @@ def _switched(forwards: Sequence[_Wrapped], is_active: bool) -> Iterator[None]:
 
 @contextmanager
 def _restored(model: nn.Module, inputs: Any, options: Any) -> Iterator[None]:
-    """Put buffers and the state of the random generators back at the end, those of Python and NumPy too."""
+    """Restore buffers and the states of random generators at the end, also of those of Python and NumPy."""
     devices = {leaf.device for leaf in internals.leaves_of((inputs, options)) if isinstance(leaf, Tensor)}
     devices |= {parameter.device for parameter in model.parameters()}
     cuda = [device for device in devices if device.type == "cuda"]

@@ -39,7 +39,7 @@ _NUMPY_TYPES = frozenset(
 _ASYNCHRONOUS = (torch.distributed.Work,) if torch.distributed.is_available() else ()
 """Results of collectives that may write their tensors after they have returned."""
 LARGEST_CHECKED = 2**14
-"""Elements of a NumPy array that are compared; of a larger array, so many are sampled."""
+"""Largest number of elements of a NumPy array of which all are compared; a larger array is sampled."""
 
 
 def _metadata_functions() -> frozenset[Callable]:
@@ -284,7 +284,7 @@ def _is_cached(before: Operation, after: Outside) -> bool:
 
 
 def _other_tensor(before: Outside, after: Outside | None) -> str | None:
-    """Say how a tensor that the replay reads differs from that of forward; None: the same, or an equal constant."""
+    """Describe how a tensor that the replay reads differs from forward's; None: it is the same or an equal constant."""
     first = before.reference()
     second = None if after is None else after.reference()
     if after is not None and first is second and first is not None:

@@ -57,8 +57,8 @@ def name_value(x: Tensor, name: str) -> Tensor:
 def residual_report(fn: Callable[..., Any], *args: Any) -> dict[str, SavedValue]:
     """Return the named values that are saved for backward once ``fn(*args)`` has returned.
 
-    A value counts if its memory is still allocated and only the graph of the result holds it. The report therefore
-    contains the values that are resident, not those that a hook received.
+    A value counts if its memory is still allocated and is not that of the result. The report therefore contains the
+    values that are resident, not those that a hook received.
 
     Args:
         fn: function to call.

@@ -5,8 +5,8 @@ and gradients.py.
 
 - Forward computes the products of each chunk's tokens, solves the triangular systems, and scans over the chunks. w and
   u of the reference implementation are not stored.
-- Backward repeats the scan but stores the initial states and errors of the chunks. It then scans in reverse, and
-  computes the gradients of all chunks in parallel.
+- Backward repeats the scan and stores the initial states and errors of the chunks, unless forward has saved them. It
+  then scans in reverse, and computes the gradients of all chunks in parallel.
 
 With context parallelism, a rank's first and last sequence may continue on other ranks. A sequence's part on one rank
 maps the state before it to the state after it,
@@ -98,7 +98,7 @@ class DeltaRule(NamedTuple):
 class Terms(NamedTuple):
     """Terms of the chunks that the scans read; products.py defines them.
 
-    With one decay per token, q_in, k_in, k_out and decay are plain q, k, k and g, and the scans apply the decays.
+    With one decay per head, q_in, k_in, k_out and decay are plain q, k, k and g, and the scans apply the decays.
     """
 
     q_in: Array
@@ -117,7 +117,7 @@ class Inputs(NamedTuple):
         q: queries. [T, H, K]
         k: keys. [T, H, K]
         v: values. [T, HV, V]
-        g: log decays. [T, HV, K], or [T, HV] for one decay per token and head
+        g: log decays. [T, HV, K], or [T, HV] for one decay per head
         beta: step sizes. [T, HV]
         initial: initial states. [N, HV, K, V]
         chunks: half-open token range of every chunk. [NC, 2] int32

@@ -18,12 +18,12 @@
 
 S is the state before the chunk and dS the gradient of the state after it. e, dx and do are defined in scan.py, and the
 other symbols in products.py. i, j and t number tokens and v channels of the values. In dg, products are dot
-products with one decay per token, and elementwise with one decay per channel.
+products with one decay per head, and elementwise with one decay per channel.
 
 The kernels sum dg over the pairs i >= t > j that g_t decays, and leave out the terms i = j, which have no decay and
 cancel only up to rounding.
 
-head_gradients computes dq, dk, dg and dbeta with one decay per token, and channel_gradients.py with one decay per
+head_gradients computes dq, dk, dg and dbeta with one decay per head, and channel_gradients.py with one decay per
 channel. In the reference implementation, intra.py and scan.py of both backends, these gradients come from autograd.
 """
 

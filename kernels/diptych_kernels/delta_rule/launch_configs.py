@@ -253,7 +253,7 @@ def scan_forward(
 def scan_backward(
     block: Block, lead: tuple[int, ...], call: Call, save: bool = False, from_zero: bool = False
 ) -> Launch:
-    """Configure the launch; outputs that the flags exclude have shape [0]. See scan_forward for the flags.
+    """Configure the launch; outputs that the flags exclude have shape [0]. from_zero starts from 0 instead of dfinal.
 
     q_in, k_in, k_out, decay, beta, A_qk, inverse, do, dfinal, sequences -> dx, dends, dinitial.
     """

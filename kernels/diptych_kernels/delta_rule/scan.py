@@ -18,7 +18,7 @@ of the C tokens, beta [C] their step sizes, e [C, V] the errors of the delta rul
 dx are the gradients of o, e and x. The other symbols are defined in products.py, with decay [K] = exp(G_C).
 
 A program computes one head of one sequence and a slice [KP, BV] of the state's columns, which it holds in registers.
-Columns are independent. w and u of the reference are not computed. With one decay per token (PER_CHANNEL is False),
+Columns are independent. w and u of the reference are not computed. With one decay per head (PER_CHANNEL is False),
 kernels multiply plain q and k and apply the decays to the rows of the products.
 
 The file scan.py of both backends contains the reference implementation.
