@@ -1,1 +1,1 @@
-"""Speed, measured as ratios within one run. Each module is a command: ``python -m benchmarks.mhc``."""
+"""Benchmarks of time and memory, compared within one run. Start one by its name: ``python -m benchmarks.mhc``."""

@@ -88,7 +88,7 @@ def measure(
 
 
 def product_rate(device: str) -> float:
-    """Operations a second of a large bfloat16 product."""
+    """Return the FLOPs per second of a large bfloat16 product."""
     size = 8192 if device == "cuda" else 128
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     return 2 * size**3 / seconds(lambda: a @ b, device)
@@ -97,7 +97,7 @@ def product_rate(device: str) -> float:
 def kernel_rows(
     name: str, recorded: ahead.Recorded, device: str, roofline: tuple[float, float]
 ) -> list[dict[str, Any]]:
-    """One kernel at its fastest block, from the backends that are there."""
+    """Measure a kernel at its fastest block, with every available backend."""
     inputs = tables_in(random_inputs(recorded, device), recorded)
     block = tuning.first(recorded.build)
     if device == "cuda":

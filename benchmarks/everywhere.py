@@ -1,4 +1,4 @@
-"""Recompute, offload and pipelines of models of transformers, compared with what PyTorch has for each.
+"""Recompute, offload and pipelines of models of transformers, compared with the same techniques in PyTorch.
 
     python -m benchmarks.everywhere           (make bench NAME=everywhere)
 
@@ -106,7 +106,7 @@ class Mode:
         return time.process_time() - start
 
     def measure(self) -> None:
-        """Measure memory and gradients, after a step that allocates buffers and compiles what is compiled."""
+        """Measure memory and gradients, after a step that allocates buffers and compiles."""
         self.step()
         self.gradients = gradients_of(self.model)
         self.model.zero_grad()
@@ -224,7 +224,7 @@ def checked(what: str, found: float) -> float:
 
 
 class Moves:
-    """Counters of what a step copies between device and host."""
+    """Counters of the bytes that a step copies between device and host."""
 
     def __init__(self) -> None:
         self.to_device = 0
@@ -282,7 +282,7 @@ def counted_fully_shard(moves: Moves) -> Iterator[None]:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Make this process a group of its own."""
+    """Make this process a process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -291,7 +291,7 @@ def one_process() -> Iterator[None]:
 
 
 class Training:
-    """Three steps of a model with AdamW, of which the last one is counted."""
+    """Three steps of a model with AdamW; the copies of the last step are counted."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -39,7 +39,7 @@ from reference_torch.rank_pool import RankPool
 STEPS = 2
 ROUNDS = 2
 REAL_ROUNDS = 6
-"""Rounds in which the schedules of computing stages alternate."""
+"""Rounds of computing stages; in each, the schedules run in turn."""
 TIMED = 6
 """Steps in which the actions of computing stages are timed."""
 JOBS = "benchmarks.jobs.generated_schedule"

@@ -1,9 +1,9 @@
-"""Bugs that locate finds where they are, and bugs that the usual tolerances accept.
+"""Bugs that locate attributes to the right submodule, and bugs that the usual tolerances accept.
 
     python -m benchmarks.locate              (make bench NAME=locate)
 
-1. Bugs: each one is put into a submodule of one side of a pair of equal models, and `locate` searches it. The table
-   shows which tolerances accept the outputs in float32. A bug only in gradients does not change the outputs.
+1. Bugs: each one is put into a submodule of one side of a pair of equal models, and `locate` searches for it. The
+   table shows which tolerances accept the outputs in float32. A bug only in gradients does not change the outputs.
 2. False alarms: the pairs without bugs, with other parameters and inputs for each seed, compared in three dtypes.
 3. A model of 24 layers of width 256: seconds and peak memory of one process.
 
@@ -92,7 +92,7 @@ def outputs_in_float32(case: Case, bug: Bug | None, seed: int) -> tuple[np.ndarr
 
 
 def search(case: Case, bug: Bug, seed: int) -> Location:
-    """Return what locate finds in a pair of models with a bug."""
+    """Return the location that locate finds in a pair of models with a bug."""
     torch_model, jax_model, inputs = case.build(seed)
     names = case.names(torch_model)
     put_in(bug, case, torch_model, jax_model)
@@ -150,8 +150,8 @@ def _line(row: Mapping[str, Any]) -> str:
 def compare_with_seeds(case: Case, seeds: int) -> tuple[int, list[dict[str, Any]]]:
     """Compare a pair without bugs, with parameters, inputs and cotangents from each seed.
 
-    compare_modules compiles the JAX model for each call. Here it is compiled once: the comparison is that of
-    compare_modules, and only the values are others.
+    The comparison is that of compare_modules, which compiles the JAX model for each call. Here the model is compiled
+    once, and only the values change.
 
     Returns:
         The number of comparisons, and those that differ by more than rounding.

@@ -1,13 +1,14 @@
-"""Memory and time of the recompute that fits a budget, compared with fixed settings, PyTorch's and JAX's own means.
+"""Memory and time of recompute within a memory budget, compared with fixed settings and with PyTorch and JAX alone.
 
     python -m benchmarks.memory_budget        (make bench NAME=memory_budget)
 
-For every other means of saving memory, the budget is what that means needs, as measured; so each row compares two steps
-of equal peaks. The means are fixed recompute settings, ``torch.utils.checkpoint`` around whole layers and with products
-saved, the memory budget of ``torch.compile``, and policies of ``jax.checkpoint``. The layouts are chosen for the rates
-of this processor, which are measured first: products of matrices, and copies. In PyTorch, memory is the peak of all
-allocations of one forward and backward; in JAX, the temporary memory of the compiled step. The steps of all modes take
-turns on one thread, and times are medians of CPU seconds. Compilation is not timed.
+In PyTorch, the budget is the measured peak of another way to save memory, so two steps of equal peaks are compared:
+fixed recompute settings, ``torch.utils.checkpoint`` around whole layers and with products saved, and the memory budget
+of ``torch.compile``. In JAX, the budgets are shares of the peak predicted for PyTorch, and policies of
+``jax.checkpoint`` are measured beside them. The layouts are chosen for the rates of this processor, which are measured
+first: products of matrices, and copies. In PyTorch, memory is the peak of all allocations of one forward and backward;
+in JAX, the temporary memory of the compiled step. The steps of all modes take turns on one thread, and times are
+medians of CPU seconds. Compilation is not timed.
 """
 
 import os
@@ -72,7 +73,7 @@ JAX_LAYERS = 8
 
 
 class Mode:
-    """A way to run a step, with its measurements."""
+    """A step with one way to save memory, and its measurements."""
 
     def __init__(self, step: Callable[[], Any], peak: int, layout: str | None = None) -> None:
         self.step = step
@@ -116,7 +117,7 @@ def compiled(budget: float) -> GPTModel:
 
 
 def torch_modes(machine: Machine, console: Console) -> dict[str, Mode]:
-    """Return the modes in PyTorch, each followed by the layout that fits its memory."""
+    """Return the modes in PyTorch, each (except the baselines) followed by the layout that fits its peak."""
     tokens, targets = torch.randint(0, CONFIG.vocab_size, (2, BATCH, CONFIG.seq_length))
     models: dict[str, Callable[[], GPTModel]] = {PLAIN: lambda: GPTModel(CONFIG)}
     models |= {name: partial(GPTModel, replace(CONFIG, **flags)) for name, flags in FIXED.items()}
@@ -136,7 +137,7 @@ def torch_modes(machine: Machine, console: Console) -> dict[str, Mode]:
 
 
 def jax_modes(machine: Machine, console: Console) -> dict[str, Mode]:
-    """Return the modes in JAX, each followed by the layout that fits the memory predicted for PyTorch."""
+    """Return the modes in JAX, and the layouts for shares of the peak that is predicted for PyTorch."""
     from jax_impl.transformer import GPTModel as JaxModel
 
     config = replace(CONFIG, num_layers=JAX_LAYERS)

@@ -34,7 +34,7 @@ from parity.report import environment
 
 WIDTHS = (128, 512)
 STEPS = 40
-"""Of the smaller width; a third of it of the larger."""
+"""Measured steps at the smaller width; at the larger width, a third of them."""
 WARM_UP = 3
 BACKENDS = ("torch", "jax")
 RESULT = Path("benchmarks/results/mhc-cpu.json")

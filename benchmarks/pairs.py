@@ -1,9 +1,9 @@
-"""Pairs of PyTorch and JAX from PyPI, compared by the toolkit: equal, or different, where and under which settings.
+"""Functions and layers of PyTorch compared with their counterparts in JAX, flax and optax, each with a verdict.
 
     python -m benchmarks.pairs            (make bench NAME=pairs)
 
 The files of benchmarks/pair_cases hold the comparisons. Each case states its verdict, and a case that finds another one
-fails the run. A difference is explained by a further case of the same pair that removes it and is equal.
+fails the run. A further case of the same pair, which is equal, shows which setting removes a difference.
 """
 
 import json
@@ -36,7 +36,7 @@ def judge(pair: Pair, case: Case, dtypes: tuple[str, ...] | None = None) -> dict
         dtypes: the dtypes to compare in; None: those of the case.
 
     Returns:
-        The verdict, and of a difference the place, its size relative to the result, and its tolerance.
+        The verdict, and for a difference its place, its size relative to the result, and its tolerance.
     """
     dtypes = dtypes or case.dtypes
     stated = {"settings": case.settings, "stated": case.verdict, "dtypes": dtypes}

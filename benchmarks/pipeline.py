@@ -59,7 +59,7 @@ class Case:
 
     @property
     def config(self) -> TransformerConfig:
-        """Return the configuration of sleeping stages; only the shape of the messages matters."""
+        """The configuration of sleeping stages; only the shape of the messages matters."""
         return TransformerConfig(
             16,
             RANKS * self.stages_per_rank,
@@ -73,18 +73,18 @@ class Case:
 
     @property
     def costs(self) -> Costs:
-        """Return the costs of a stage; the time of a rank does not depend on its number of stages."""
+        """The costs of a stage; the time of a rank does not depend on its number of stages."""
         unit = UNIT / self.stages_per_rank
         return Costs(unit, unit, unit, self.delay)
 
     @property
     def schedule(self) -> Schedule:
-        """Return the schedule."""
+        """The schedule of the case."""
         return build_schedule(self.name, RANKS, MICROBATCHES, self.stages_per_rank)
 
     @property
     def predicted(self) -> float:
-        """Return the makespan of the schedule in seconds."""
+        """The predicted makespan of the schedule in seconds."""
         return simulate(self.schedule, self.costs).makespan
 
 

@@ -88,7 +88,7 @@ class Mode:
 
     @property
     def median(self) -> float:
-        """Return the median seconds of a step."""
+        """The median seconds of a step."""
         return float(np.median(self.seconds))
 
 

@@ -50,17 +50,17 @@ class Case:
 
     @property
     def config(self) -> TransformerConfig:
-        """Return the configuration of the model and its pipeline."""
+        """The configuration of the model and its pipeline."""
         return replace(BASE, **self.settings)
 
     @property
     def train(self) -> TrainConfig:
-        """Return the training settings of the batch size."""
+        """The training settings with the batch sizes of the case."""
         return TrainConfig(global_batch_size=self.global_batch_size, micro_batch_size=self.micro_batch_size)
 
     @property
     def together(self) -> bool:
-        """Return True if the ranks train one model together."""
+        """True if the ranks train one model together."""
         return self.replicas * self.config.model_parallel_size > 1
 
     def predicted(self, machine: Machine) -> float:

@@ -1,4 +1,4 @@
-"""A Qwen3.5 model of transformers on parts of a sequence: two ranks have the loss and gradients of one process.
+"""A Qwen3.5 model of transformers with context parallelism: two ranks compute the loss and gradients of one process.
 
 python examples/context_parallel_qwen3_5.py          (needs transformers)
 """
@@ -15,7 +15,7 @@ from reference_torch.rank_pool import RankPool
 
 
 def use_context(context):
-    """Let all Qwen3.5 models of this process work on parts of sequences: delta rule, convolution, attention."""
+    """Replace delta rule, convolution and attention of Qwen3.5 in this process by their context-parallel versions."""
 
     def convolution(x, weight, bias, activation, **_):  # with SiLU
         return cp_short_convolution(x.mT, weight, context).mT
@@ -45,7 +45,7 @@ def loss_and_gradients(size: int) -> tuple:
     model = Qwen3_5ForCausalLM._from_config(config, attn_implementation="context_parallel" if size > 1 else "eager")
     for name, parameter in model.named_parameters():
         if name.endswith(("A_log", "dt_bias")):
-            torch.nn.init.zeros_(parameter)  # initial decays forget so fast that their gradients are rounding errors
+            torch.nn.init.zeros_(parameter)  # the initial decays are so fast that their gradients are rounding errors
     tokens = torch.randint(0, 50, (1, 129))
     part = torch.arange(128).chunk(size)[rank]
     logits = model(tokens[:, part], position_ids=part[None], use_cache=False).logits

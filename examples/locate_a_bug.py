@@ -27,7 +27,7 @@ class TorchBlock(nn.Module):
 
 
 class JaxBlock(nnx.Module):
-    """The same block; ``exact`` chooses the other variant of GELU."""
+    """The same block in JAX; ``exact`` chooses exact GELU instead of the tanh approximation."""
 
     def __init__(self, width, rngs, exact=False):
         self.norm = nnx.LayerNorm(width, epsilon=1e-5, rngs=rngs)
@@ -68,13 +68,13 @@ class TorchModel(nn.Module):
 
 
 def torch_side():
-    """Return the model of PyTorch and its inputs."""
+    """Return the PyTorch model and its inputs."""
     torch.manual_seed(0)
     return TorchModel(32, 12), [np.random.default_rng(0).standard_normal((4, 32))]
 
 
 def jax_side():
-    """Return the model of JAX; its parameters become those of PyTorch."""
+    """Return the JAX model; locate copies the parameters of the PyTorch model into it."""
     return JaxModel(32, 12, nnx.Rngs(0))
 
 

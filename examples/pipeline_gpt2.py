@@ -1,4 +1,4 @@
-"""GPT-2 of transformers, cut into four stages on two ranks, each with a data-parallel copy in two: four processes.
+"""GPT-2 of transformers in four stages, on two pipeline ranks times two data-parallel ranks (FSDP): four processes.
 
 python examples/pipeline_gpt2.py          (needs transformers; with several machines, start main by torchrun)
 """
@@ -19,7 +19,7 @@ def loss_fn(output, labels):
 
 
 def main() -> list[float]:
-    """Train on one batch, and return the losses on the rank of the last stage."""
+    """Train on one batch, and return the loss of each step on ranks with the last stage, or [] on other ranks."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, use_cache=False)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))

@@ -1,6 +1,6 @@
 """A language model of flax's own modules in four unequal stages, one on each device, trained by optax.
 
-python examples/pipeline_nnx.py          (on a CPU, JAX makes four devices of it)
+python examples/pipeline_nnx.py          (without accelerators, JAX makes four CPU devices)
 """
 
 import jax
@@ -13,7 +13,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 
 
 class Block(nnx.Module):
-    """A residual block: the mean of the tokens so far, then an MLP."""
+    """A residual block: each token and the mean of the tokens up to it, then an MLP."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm, self.up, self.down = (

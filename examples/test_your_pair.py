@@ -22,5 +22,5 @@ def jax_rms_norm(x):
 @settings(max_examples=20, deadline=None)
 @given(shapes(rank=2, block=16))
 def test_rms_norm(shape):
-    """Outputs and gradients are equal up to rounding, for sizes around a block size too."""
+    """Check that outputs and gradients are equal up to rounding, also for sizes around a block size."""
     assert_equivalent(torch_rms_norm, jax_rms_norm, [normal(shape)])

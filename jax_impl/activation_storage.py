@@ -37,7 +37,7 @@ def pack(x: Float[Array, "*b k"]) -> UInt8[Array, "*b p"]:
 
 
 def unpack(packed: UInt8[Array, "*b p"], width: int, dtype: DTypeLike) -> Float[Array, "*b k"]:
-    """Return the numbers [..., K] that a packed array stands for.
+    """Return the values [..., K] of a packed array.
 
     Args:
         packed: array that pack has returned. [..., packed_width(K)]
@@ -51,7 +51,7 @@ def unpack(packed: UInt8[Array, "*b p"], width: int, dtype: DTypeLike) -> Float[
 
 
 def packed_for_backward(x: Float[Array, "*b k"], name: str | None) -> UInt8[Array, "*b p"] | None:
-    """Return an array in 8 bits if backward may read it so, under a name by which recompute policies know it.
+    """Pack an array under a name that recompute policies know, or return None if it is not saved in 8 bits.
 
     Args:
         x: the array. [..., K]
@@ -67,7 +67,7 @@ def _once(backward: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _packed_first(y: Array, packed: Array) -> tuple[Array, Array]:
-    """Return both, so that XLA packs before it uses y, and does not hold the exact input until backward."""
+    """Return both arguments behind a barrier: XLA packs before it uses y, and frees the exact input in forward."""
     return lax.optimization_barrier((y, packed))
 
 
@@ -83,7 +83,7 @@ class PackedProducts(LinearProducts):
         return _packed_linear(self, x, weight, scales, packed)
 
     def read(self, saved: Array, width: int, dtype: DTypeLike) -> Array:
-        """Return the numbers that a packed input stands for."""
+        """Return the values of a packed input."""
         return unpack(saved, width, dtype)
 
     def input_gradient(self, x: Any, weight: Array, gradient: Array, scales: Array | None = None) -> Array:
@@ -154,7 +154,7 @@ def packed_grouped_linear(
 def _by_groups(
     how: tuple[ProductRecipe | None, SharingRanks], x: Array, weight: Array, sizes: Array, scales: Array | None
 ) -> Array:
-    """Return the rows by plain products, or by those of a recipe."""
+    """Return the rows of packed_grouped_linear by plain products, or by the products of a recipe."""
     recipe, ranks = how
     return (
         grouped_linear(x, weight, sizes)
@@ -183,7 +183,7 @@ def _grouped_forward(how: Any, x: Array, weight: Array, sizes: Array, scales: Ar
 
 
 def _grouped_backward(how: Any, saved: Any, gradient: Array) -> tuple[Array, Array, None, None, None]:
-    """Return the gradients of both operands, at the rows that were read."""
+    """Return the gradients of both operands, from the unpacked rows."""
 
     def gradients(saved: Any, gradient: Array) -> tuple[Array, Array]:
         packed, weight, sizes, scales = saved
@@ -221,7 +221,7 @@ def _activation_forward(function: Callable[[Array], Array], width: int, x: Array
 def _activation_backward(
     function: Callable[[Array], Array], width: int, packed: Array, gradient: Array
 ) -> tuple[Array, None]:
-    """Return the gradient of the function at the numbers that were saved."""
+    """Return the gradient of the function at the saved values."""
 
     def gradients(packed: Array, gradient: Array) -> tuple[Array]:
         return jax.vjp(function, unpack(packed, width, gradient.dtype))[1](gradient)

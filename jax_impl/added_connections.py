@@ -33,14 +33,17 @@ class AddedConnections:
         """The added modules by the name of their block."""
 
     def remove(self) -> None:
-        """Give the blocks their own class back, and remove the added modules. A second call does nothing.
+        """Restore the classes of the blocks, and remove the added modules. A second call does nothing.
 
         Raises:
             ValueError: a block got another class later; undo that first.
         """
         for name, block in self._blocks.items():
             if type(block) is not _connected_class(type(block).__mro__[1]):
-                raise ValueError(f"remove: expected the class of add_hyper_connections in {name!r}, got a later one")
+                raise ValueError(
+                    f"remove: expected the class of add_hyper_connections in {name!r}, got {type(block).__name__} with "
+                    "changes made later; undo them first"
+                )
         for block in self._blocks.values():
             change_class(block, type(block).__mro__[1])
             delattr(block, ATTRIBUTE)
@@ -70,13 +73,13 @@ def add_hyper_connections(
             that shape, or a tuple that begins with them.
         num_residual_streams: S, at least 2.
         hidden_size: D; None: the width of a norm of the first block.
-        keep_function: True: initial values with which the model computes what it did before, to rounding; False: those
-            of the paper.
+        keep_function: True: initial values that do not change the model's outputs, up to rounding; False: the initial
+            values of the paper.
         settings: sinkhorn_iterations, sinkhorn_last, mhc_epsilon, mhc_transpose_h_res, seed and impl, as in
             TransformerConfig.
 
     Returns:
-        A handle, whose remove() undoes all and whose connections are the added modules.
+        A handle: remove() undoes all changes, and ``connections`` has the added modules.
 
     Raises:
         TypeError: model is no nnx.Module, blocks is no list of texts, or a setting is unknown.
@@ -115,7 +118,7 @@ def _chosen(found: dict[str, nnx.Module], blocks: Any) -> dict[str, nnx.Module]:
 
 
 def _width(name: str, block: nnx.Module) -> int:
-    """Return the width of a norm of a block."""
+    """Return the number of channels of the first norm with weights in a block."""
     children = [child for path, child in named_modules(block) if path and "." not in path]
     norms = [child for child in children if "norm" in type(child).__name__.lower()]
     values = [value for norm in norms for _, value in nnx.to_flat_state(nnx.state(norm, nnx.Param))]

@@ -28,7 +28,7 @@ def delayed_scales(history: Float[Array, "3 1 1 e"], recipe: ProductRecipe, fact
     Args:
         history: history of a linear map. SHAPE
         recipe: how the map quantises.
-        factor: by how much the gradients of backward are larger than those of the mean loss of the step.
+        factor: factor by which the gradients of backward exceed the gradients of the step's mean loss.
 
     Returns:
         The scales; NaN if an optimizer has updated the history as a weight.
@@ -47,7 +47,7 @@ def observe(
     history: Float[Array, "3 1 1 e"],
     factor: int,
 ) -> Float[Array, "*b o"]:
-    """Return the output of a linear map, whose backward observes its arrays: the gradient of the history.
+    """Return y; backward returns what it observes of the arrays of the linear map as the gradient of the history.
 
     Args:
         y: output of the map. [..., O]
@@ -76,5 +76,5 @@ observe.defvjp(_forward, _backward)
 
 
 def _exponent(x: Array, factor: int = 1) -> Array:
-    """Return the exponent bits of the largest entry over a factor, int32; 0 for an array without entries."""
+    """Return the exponent bits of the largest absolute entry / factor, int32; 0 for an array without entries."""
     return lax.bitcast_convert_type(amax(x).astype(jnp.float32) / factor, jnp.int32) >> MANTISSA_BITS

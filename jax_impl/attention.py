@@ -136,6 +136,9 @@ def masked_attention(
 
     Returns:
         [B, T, H, e]
+
+    Raises:
+        ValueError: an argument has a wrong shape or type.
     """
     operands = operand("q", q), operand("k", k), operand("v", v), operand("allowed", allowed)
     operations.check_attention(*operands, name="allowed", keys=True)

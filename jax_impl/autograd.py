@@ -14,7 +14,7 @@ def differentiable_once(what: str, setting: str, static: tuple[int, ...] = ()) -
     Args:
         what: name with which the error message begins.
         setting: setting to leave out for second derivatives.
-        static: numbers of the arguments that are not arrays.
+        static: indices of the arguments that are not arrays.
     """
 
     def wrap(function: Callable[..., Any]) -> Any:

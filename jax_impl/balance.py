@@ -50,7 +50,7 @@ def divided_by_sum(scores: Float[Array, "*n e"]) -> Float[Array, "*n e"]:
 
 @jax.custom_jvp
 def _ratio(x: Array, total: Array) -> Array:
-    """Return x / total, whose derivative JAX itself computes with total**-2, which overflows for small sums."""
+    """Return x / total; the derivative by JAX would compute total**-2, which overflows for small sums."""
     return x / total
 
 

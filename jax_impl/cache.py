@@ -111,7 +111,7 @@ def cached_attention(
 def extended(
     past: AttentionState | LatentState, new: tuple[Array, Array], read: int | Integer[Array, ""]
 ) -> tuple[Array, Array]:
-    """Return the buffers of past with arrays of the next tokens [B, T, ...]."""
+    """Return the buffers of past with the arrays of the next tokens [B, T, ...] written at position read."""
     first, second = (
         lax.dynamic_update_slice_in_dim(buffer, array, read, axis=1) for buffer, array in zip(past, new, strict=True)
     )

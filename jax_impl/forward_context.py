@@ -17,7 +17,7 @@ from jax_impl.tensor_parallel import WHOLE, TensorParallel
 
 
 class ForwardContext(NamedTuple):
-    """The context of one forward pass: a pytree. Recompute is not in it, because jax.checkpoint wraps whole blocks."""
+    """The context of one forward pass, without recompute settings, because jax.checkpoint wraps whole blocks."""
 
     positions: Int[Array, " t"]
     """Positions of the tokens within their sequence. [T]"""

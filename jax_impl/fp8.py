@@ -20,8 +20,7 @@ from jax_impl.linear_products import LinearProducts, as_matrix, multiply
 from jax_impl.operands import operand
 
 INPUTS, WEIGHTS, GRADIENTS = range(3)
-"""Places of a recipe and of scales."""
-"""What is wrong with a second derivative."""
+"""Indices into a recipe and into scales."""
 Scales = tuple[Array, Array] | None
 """Scales of two operands that come from earlier steps."""
 
@@ -35,14 +34,14 @@ class SharingRanks:
     """Mesh axes of context- and tensor-parallel ranks."""
 
     def largest(self, x: Array) -> Array:
-        """Return the maximum over the ranks, marked as different on each of them."""
+        """Return the maximum over the ranks, marked as varying over their mesh axes."""
         return vary(lax.pmax(x, self.axes), self.axes) if self.axes else x
 
 
 ALONE = SharingRanks()
 """One rank, which has whole arrays."""
 Kinds = tuple[Quantization, Quantization, SharingRanks]
-"""How the operands of a product are quantised, and the ranks that have other parts of them."""
+"""Quantisation of both operands of a product, and the ranks that have other parts of them."""
 
 
 def quantize(
@@ -56,7 +55,7 @@ def quantize(
     Args:
         x: the matrix. [N, K]
         quantization: type and blocks.
-        scale: scale of the array, if it comes from earlier steps.
+        scale: scale of the array, if the quantisation is delayed. [] float32
         ranks: ranks that have other parts of an array with one scale.
 
     Returns:
@@ -77,7 +76,7 @@ def quantize(
 
 
 def dequantize(values: Array, inverse: Float[Array, "a b"], quantization: Quantization) -> Float[Array, "n k"]:
-    """Return the numbers [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them."""
+    """Return the values [N, K] float32 of a quantised matrix; the arguments are the results of ``quantize``."""
     return values.astype(jnp.float32) * _spread(inverse, values.shape, quantization)
 
 
@@ -176,12 +175,12 @@ def _product(a: Array, b: Array, scales: Scales, kinds: Kinds) -> Array:
     of_a, of_b, ranks = kinds
     a, inverse_a = quantize(a, of_a, scale_a, ranks)
     b, inverse_b = quantize(b, of_b, scale_b, ranks)
-    if of_a.block is not None:  # scales of powers of two: the numbers are exact in every type that a GPU multiplies
+    if of_a.block is not None:  # scales are powers of two, so the values are exact in every type that a GPU multiplies
         return dequantize(a, inverse_a, of_a) @ dequantize(b, inverse_b, of_b).T
     along_last = (((1,), (1,)), ((), ()))
     summed = jax.lax.dot_general(a, b, along_last, jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     factor = inverse_a * inverse_b
-    both_large = (inverse_a > 1) & (inverse_b > 1)  # then the product of both may be infinite where a sum is 0
+    both_large = (inverse_a > 1) & (inverse_b > 1)  # then the product of both may be infinite where summed is 0
     return jnp.where(both_large, summed * inverse_a * inverse_b, summed * factor)
 
 
@@ -192,9 +191,9 @@ def _product_once(a: Array, b: Array, scales: Scales, kinds: Kinds) -> Array:
 
 
 def _rounded(x: Array, dtype: str) -> Array:
-    """Round numbers within the range of an 8-bit type as it does, in float32.
+    """Round values within the range of an 8-bit type to the precision of this type, in float32.
 
-    On a GPU, XLA leaves out a conversion to 8 bits and back.
+    A conversion to 8 bits and back does not round on a GPU, because XLA removes it.
     """
     digits = ml_dtypes.finfo(dtype).nmant
     least = float(ml_dtypes.finfo(dtype).smallest_normal)

@@ -1,6 +1,6 @@
 """Linear maps of groups of rows, such as the experts of a mixture, by products of 8-bit floats in JAX.
 
-Each group has a matrix of its own. diptych/plans/fp8.py defines what the arrays' scales and blocks are.
+Each group has a matrix of its own. diptych/plans/fp8.py defines scales and blocks of the arrays.
 
 Mirrors ``reference_torch/grouped_fp8.py``.
 """
@@ -56,7 +56,7 @@ def fp8_grouped_linear(
 
 
 class _Kinds(NamedTuple):
-    """How arrays are quantised, and the ranks that have other parts of them."""
+    """The quantisation of arrays, and the ranks that have other parts of them."""
 
     recipe: ProductRecipe
     ranks: SharingRanks
@@ -99,21 +99,21 @@ def _gradients(gradient: Array, saved: tuple[Any, ...], kinds: _Kinds) -> tuple[
 
 
 def _read(x: Array, number: int, kinds: _Kinds, scales: Array | None) -> Array:
-    """Return the numbers float32 that a quantised matrix stands for."""
+    """Quantise a matrix, and return the quantised values in float32."""
     quantization: Quantization = kinds.recipe[number]
     scale = None if scales is None else scales[number]
     return dequantize(*quantize(x, quantization, scale, kinds.ranks), quantization)
 
 
 def _matrices(weight: Array, kinds: _Kinds, scales: Array | None) -> Array:
-    """Return the numbers that quantised weights stand for, with one scale for all or the blocks of each matrix."""
+    """Return the quantised values of weights, with one scale for all or with the blocks of each matrix."""
     if kinds.recipe.weights.block is None:
         return _read(weight.reshape(-1, weight.shape[-1]), WEIGHTS, kinds, scales).reshape(weight.shape)
     return jax.vmap(lambda matrix: _read(matrix, WEIGHTS, kinds, scales))(weight)
 
 
 def _read_along_rows(x: Array, number: int, sizes: Array, kinds: _Kinds, scales: Array | None) -> Array:
-    """Return the numbers that rows stand for if blocks are columns of them, and begin at the first row of a group."""
+    """Return the quantised values of rows; a block is one column of up to BLOCK consecutive rows of one group."""
     if kinds.recipe[number].block is None:
         return _read(x, number, kinds, scales)
     blocks = -(-sizes // BLOCK)

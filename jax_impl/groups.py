@@ -16,7 +16,7 @@ MAX_TEXT_BYTES = 4096
 
 
 def make_mesh(config: TransformerConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
-    """Return the mesh of replicas, context and pipeline ranks, or None for one device.
+    """Return the mesh of data-, context-, pipeline- and tensor-parallel ranks, or None for one device.
 
     The axes are in the order of diptych.plans.mesh.MESH_AXES. The mesh always has an axis "pp"; it has the others only
     if their size is larger than 1.

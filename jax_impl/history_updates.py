@@ -9,7 +9,7 @@ from diptych.plans.amax_history import advanced, is_history
 
 
 def without_histories(gradients: Any, flags: Any) -> Any:
-    """Return gradients with zeros for histories, of which an optimizer and a norm know nothing.
+    """Return gradients with zeros for histories, so that optimizer and gradient norm ignore them.
 
     Args:
         gradients: gradients, or shares of them.
@@ -24,9 +24,9 @@ def with_advanced(updated: Any, histories: Any, gradients: Any, flags: Any, leng
     Args:
         updated: parameters after the step of an optimizer, or shares of them.
         histories: the same before the step.
-        gradients: what the step has observed.
+        gradients: gradients of the step; those of histories are the observed exponents.
         flags: True for every history.
-        length: steps that are remembered.
+        length: number of steps for which an exponent is remembered.
     """
     return jax.tree.map(
         lambda new, old, g, is_one: advanced(old, g, length, jnp) if is_one else new,

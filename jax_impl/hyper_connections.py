@@ -40,7 +40,7 @@ def sinkhorn(
 ) -> Float[Array, "*b s s"]:
     """Return doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
 
-    Only the logits are saved for backward, which recomputes the iterates and differentiates each of them.
+    Only the logits are saved for backward, which recomputes the iterates and differentiates each normalisation.
 
     Args:
         logits: computed in float32 if their type is narrower. [..., S, S]
@@ -316,7 +316,7 @@ def _mix(h_res: Array, x: Array) -> Array:
 
 @jax.custom_vjp
 def _mix_transposed(h_res: Array, x: Array) -> Array:
-    """Return the transpose of h_res @ x of every token.
+    """Return h_res^T @ x of every token.
 
     Its own gradients contain no transpose of a product: XLA's CPU backend (jaxlib 0.10.2) aborts on some.
     """
@@ -471,7 +471,7 @@ class HyperConnectionModule(nnx.Module):
         self,
         hidden_states: Float[Array, "b t s d"],
     ) -> tuple[Float[Array, "b t d"], Float[Array, "b t s d"] | DeferredMix, Float[Array, "b t s"]]:
-        """Run forward with hidden_states as the residual; with kernels, defer mixing to write_streams.
+        """Call the module with hidden_states as the residual; with kernels, defer mixing to write_streams.
 
         Args:
             hidden_states: residual streams. [B, T, S, D]
@@ -526,8 +526,8 @@ class HyperConnectionModule(nnx.Module):
 
         Args:
             x_with_bias: output of the sublayer [B, T, D] and its bias [D] or None.
-            h_post: from forward or read. [B, T, S]
-            mixed: from forward or read. [B, T, S, D]
+            h_post: from a call of the module or from read. [B, T, S]
+            mixed: from a call of the module or from read. [B, T, S, D]
             state: dropout state of the batch; None: no dropout.
             site: see ops.dropout.
         """

@@ -71,7 +71,7 @@ class DecayGate(nnx.Module):
 
 
 class _DeltaRuleMixer(nnx.Module):
-    """The common part of both mixers; a subclass defines the rule and the projections of decays and output gate."""
+    """The common part of both mixers; subclasses define the rule, and the projections of decays and output gate."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, name: str) -> None:
         self.config = config

@@ -1,7 +1,7 @@
 """The products of linear maps, whose weight gradients may be computed later.
 
 A pipeline schedule may split a backward into I, which computes the gradients of inputs, and W, which computes those of
-weights. Under :class:`LinearTaps`, I returns what W multiplies.
+weights. Under :class:`LinearTaps`, I returns the operands of W.
 """
 
 import math
@@ -34,11 +34,11 @@ class LinearProducts:
         return x @ weight.T.astype(x.dtype)
 
     def read(self, saved: Array, width: int, dtype: DTypeLike) -> Array:
-        """Return the input [..., width] from what is saved for backward in its place."""
+        """Return the input [..., width] from the array that was saved for backward in place of it."""
         return saved
 
     def input_gradient(self, x: Any, weight: Array, gradient: Array, scales: Array | None = None) -> Array:
-        """Return the gradient of x, of which shape and type are read, from that of the output."""
+        """Return the gradient of x from the gradient of the output; only shape and type of x are read."""
         return gradient @ weight.astype(x.dtype)
 
     def weight_gradient(self, x: Array, gradient: Array, scales: Array | None = None) -> Array:
@@ -54,7 +54,7 @@ def as_matrix(x: Array) -> Array:
 def multiply(
     products: LinearProducts, x: Array, weight: Array, scales: Array | None = None, packed: Array | None = None
 ) -> Array:
-    """Return x @ weight.T by these products, with the tap of the weight if a context gives it one."""
+    """Return x @ weight.T by these products, with the tap of the weight if the active LinearTaps has one."""
     taps = _TAPS.get()
     multiplied = products if taps is None else partial(taps.product, products)
     return multiplied(x, weight, scales, packed)
@@ -77,8 +77,8 @@ class LinearTaps:
     """A context in which backward returns the operands of weight gradients instead of the gradients.
 
     A tap is a group of zero arrays with the shapes of a linear map's input, output and, if it has some, scales. The
-    map does not read the tap. The gradients of the tap are what the gradient of the weight is computed from: the map's
-    input, the gradient of its output, and the scales. So a backward pass with taps computes no weight gradients, and
+    map does not read the tap. The gradients of the tap are the operands of the weight's gradient: the map's input, the
+    gradient of its output, and the scales. So a backward pass with taps computes no weight gradients, and
     they can be computed later. A tap is an ordinary argument of jax.vjp, so this also works under jax.checkpoint.
 
     Args:

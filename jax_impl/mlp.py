@@ -215,7 +215,7 @@ class MixtureOfExperts(nnx.Module):
 
     @property
     def output_bias(self) -> None:
-        """None: the output has the biases of its experts."""
+        """None, because the output already includes the bias of the shared expert."""
         return None
 
     def __call__(self, hidden_states: Float[Array, "b t d"], tp_size: int = 1) -> Float[Array, "b t d"]:

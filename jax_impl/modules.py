@@ -39,7 +39,7 @@ class Linear(nnx.Module):
         self.bias = parameter(config, f"{name}.bias", specs["bias"]) if "bias" in specs else None
         self.fp8 = linear_recipe(config, name)
         self.saved_as = saved_input(config, name)
-        """Name of the input as it is saved for backward in 8 bits, or None."""
+        """Name of the packed input that is saved for backward, or None if it is not saved in 8 bits."""
         history = with_history(config, name, specs).get(NAME)
         self.amax_history = None if history is None else parameter(config, f"{name}.{NAME}", history)
         self.gradient_factor = 1
@@ -66,7 +66,7 @@ class Linear(nnx.Module):
         return add_bias(*self(x, packed))
 
     def pack(self, x: Float[Array, "*b i"]) -> Array | None:
-        """Return the input as it is saved for backward in 8 bits, if it is; see activation_storage."""
+        """Return the input packed for backward, or None if it is not saved in 8 bits; see activation_storage."""
         return packed_for_backward(x, self.saved_as)
 
     def _packed(self, x: Float[Array, "b t i"], weight: Array, packed: Array | None) -> Float[Array, "b t o"]:
@@ -112,14 +112,14 @@ def _packed_by_groups(packed: Array, sizes: Array, x: Array, weight: Array, *how
 
 
 def set_gradient_factor(module: nnx.Module, factor: int) -> None:
-    """Tell the linear maps of a module by how much the gradients of backward are larger than those of a step's loss."""
+    """Set the factor by which the gradients of backward exceed the gradients of a step's loss, in all linear maps."""
     for _, each in nnx.iter_graph(module):
         if isinstance(each, Linear):
             each.gradient_factor = factor
 
 
 def set_sharing_ranks(module: nnx.Module, ranks: SharingRanks) -> None:
-    """Tell the linear maps of a module which ranks have other parts of their arrays."""
+    """Set the ranks that have other parts of the arrays, in all FP8 linear maps of a module."""
     for _, each in nnx.iter_graph(module):
         if isinstance(each, Linear) and each.fp8 is not None:
             each.sharing_ranks = ranks
@@ -148,7 +148,7 @@ class RMSNorm(nnx.Module):
         self.weight = parameter(config, f"{name}.weight", spec)
 
     def __call__(self, x: Float[Array, "*b d"], channels: TensorParallel = WHOLE) -> Float[Array, "*b d"]:
-        """Call ops.rms_norm, or with ranks that share the channels TensorParallel.joint_norm."""
+        """Call ops.rms_norm, or TensorParallel.joint_norm if ranks share the channels."""
         weight = self.weight[...]
         return channels.joint_norm(x, weight + self.offset if self.offset else weight, self.epsilon)
 

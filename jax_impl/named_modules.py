@@ -1,4 +1,4 @@
-"""Submodules of an nnx model by name, classes in the place of theirs, and calls of them in transformations."""
+"""Submodules of an nnx model by name, replacement of their classes, and calls of them in transformations."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,18 +22,18 @@ def subclass_with(kind: type, call: Callable[..., Any]) -> type:
 
 
 def change_class(module: nnx.Module, kind: type) -> None:
-    """Give an instance another class, a subclass of its own or the class that it was made from."""
+    """Give an instance another class: a subclass of its class, or the class from which that subclass was made."""
     object.__setattr__(module, "__class__", kind)
 
 
 def restore_classes(
     modules: Mapping[str, nnx.Module], kinds: Sequence[Callable[[type], type]], operation: str, owner: str
 ) -> None:
-    """Give modules the classes back that change_class replaced, all or none.
+    """Restore the classes that change_class replaced, for all modules or for none.
 
     Args:
         modules: the modules by name.
-        kinds: functions that returned the present classes for the former ones.
+        kinds: functions that made the present classes from the former ones.
         operation: name of the caller, for the error.
         owner: name of the function that changed the classes, for the error.
 
@@ -110,13 +110,13 @@ def call_through(
 
 
 def _objects_of(nodes: Sequence[Any]) -> list[Any]:
-    """Return what modules have that is no part of their state."""
+    """Return the attributes of all modules, without the bookkeeping of nnx."""
     modules = [node for _, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module)]
     return [value for module in modules for name, value in vars(module).items() if not name.startswith("_pytree__")]
 
 
 def _is_traced(value: Any) -> bool:
-    """Return True for what is an argument of a traced function, also as a part of a module."""
+    """Return True for an nnx node or an array, which a traced function receives as an argument."""
     return is_node(value) or is_array(value)
 
 

@@ -145,7 +145,7 @@ def _words(x: Array) -> tuple[Array, Array]:
 
 
 def _check_word(name: str, word: Any) -> None:
-    """Check a number; of an array, which may be traced, check only type and shape."""
+    """Check a word; of an array, which may be traced, check only type and shape."""
     if not isinstance(word, Array):
         operations.check_word(name, word)
         return
@@ -314,7 +314,7 @@ def rotary_embedding(
         x: queries or keys. [B, T, H, d]
         positions: positions of the tokens within their sequence. [T] integer
         base: base of the wavelengths.
-        width: number w of turned channels, even; the others stay. None: d.
+        width: number w of rotated channels, even; the other channels stay. None: d.
 
     Returns:
         The rotated queries or keys in the type of x. [B, T, H, d]
@@ -346,7 +346,7 @@ def kernel_backend(impl: str, x: Array) -> Any | None:
 
     Raises:
         ValueError: an unknown impl.
-        ModuleNotFoundError: Triton is not installed, or PyTorch, in which a CPU interprets the kernels.
+        ModuleNotFoundError: Triton is missing, or on a CPU PyTorch, which Triton's interpreter needs.
     """
     platform = _platform(x)
     if not uses_kernels(impl, on_cuda=platform in ("gpu", "cuda")):

@@ -22,7 +22,7 @@ from jax_impl.transformer import GPTModel
 
 
 def export_parameters(model: nnx.State) -> dict[str, np.ndarray]:
-    """Return a copy of every parameter of a state (or of every gradient or moment), by canonical name."""
+    """Return a copy of every parameter, gradient or moment of a state, by canonical name."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(model)
     return {_canonical_name(path): np.array(leaf) for path, leaf in leaves}
 

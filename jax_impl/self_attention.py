@@ -107,7 +107,7 @@ class SelfAttention(nnx.Module):
         return self.linear_proj(attended)
 
     def _positioned(self, x: Array, norm: RMSNorm | None, context: ForwardContext) -> Array:
-        """Norm queries or keys [B, T, H, d], if there is a norm, and turn them by their positions."""
+        """Apply the norm, if there is one, and the rotary embedding to queries or keys [B, T, H, d]."""
         if norm is not None:
             joint = self.config.qk_layernorm_scope == "projection"
             x = norm(x.reshape(*x.shape[:2], -1), context.tensor_parallel).reshape(x.shape) if joint else norm(x)

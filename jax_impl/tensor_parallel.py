@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism in JAX: what the devices of a mesh axis exchange around the regions of their layers.
+"""Tensor and sequence parallelism in JAX: exchanges between devices of a mesh axis around regions of layers.
 
 diptych/plans/tensor_parallel.py defines the parts of parameters and of tokens that a rank holds. Every exchange has its
 own derivative, the opposite exchange. Mirrors ``reference_torch/tensor_parallel.py``, which lists them.
@@ -54,7 +54,7 @@ class TensorParallel:
 
     @property
     def token_parts(self) -> int:
-        """Number of parts that tokens have between regions."""
+        """Number of parts into which tokens are split between regions."""
         return self.size if self.sequence_parallel else 1
 
     def enter(self, x: Float[Array, "b t d"]) -> Float[Array, "b t2 d"]:
@@ -140,7 +140,7 @@ class TensorParallel:
     def gather_logits(self, logits: Float[Array, "b t v"]) -> Float[Array, "b t v2"]:
         """Return the logits of all token ids, [B, T, V], from those of this rank's, [B, T, V / n].
 
-        All ranks compute the same from them, so that each keeps its part of the gradient.
+        All ranks compute the same values from the logits, so each rank keeps its part of the gradient.
         """
         if self.size == 1:
             return logits
@@ -180,7 +180,7 @@ WHOLE = TensorParallel()
 def sum_repeated(
     gradients: Mapping[str, Array], splits: Mapping[str, Split | None], tensor_parallel: TensorParallel
 ) -> dict[str, Array]:
-    """Return gradients in which those of entries that several ranks hold are summed over them, if each has a part.
+    """Sum the gradients of entries that several ranks hold, if each rank has only a part of the gradient.
 
     Args:
         gradients: gradients of this rank's parameters, by canonical name; axes before those of the parameter may stack
@@ -212,7 +212,7 @@ def sum_repeated(
 
 
 def _total(among: TensorParallel, x: Array) -> Array:
-    """Return the sum over the ranks, marked as different on each of them, as everything else in a pipeline is."""
+    """Return the sum over the ranks, marked as varying over their axis like all other values of a pipeline."""
     return vary(lax.psum(x, among.axis), among.axes)
 
 
@@ -241,7 +241,7 @@ def _unchanged(among: TensorParallel, x: Array) -> Array:
 def _exchange(
     forward: Callable[[TensorParallel, Array], Array], backward: Callable[[TensorParallel, Array], Array]
 ) -> Callable[[TensorParallel, Array], Array]:
-    """Return an exchange whose derivative is another one."""
+    """Return an exchange whose derivative is the exchange ``backward``."""
     exchange: Any = jax.custom_vjp(forward, nondiff_argnums=(0,))
     exchange.defvjp(lambda among, x: (forward(among, x), None), lambda among, _, grad: (backward(among, grad),))
     return exchange

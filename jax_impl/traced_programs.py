@@ -1,4 +1,4 @@
-"""Programs that JAX has traced: calls inlined, and parts of them run alone."""
+"""Programs traced by JAX: inlining of calls, functions of some equations, and checks for side effects."""
 
 import contextlib
 from collections import deque
@@ -61,7 +61,7 @@ def value_of(values: Mapping[Any, Any], atom: Any) -> Any:
 
 
 def passed_through(program: Any, result: Any) -> Any:
-    """Return the argument of a program that a result of it is, or None if the result is computed.
+    """Return the argument that a program passes through as a result, or None if the result is computed.
 
     Args:
         program: a jaxpr.
@@ -82,7 +82,7 @@ def passed_through(program: Any, result: Any) -> Any:
 
 
 def _argument_of(equation: Any, inner: Any, place: int) -> int | None:
-    """Return the index of the argument of a call, branch or loop that one of its results is; None: it is computed."""
+    """Return the index of the argument that a call, branch or loop passes through as a result; None: there is none."""
     skipped = len(equation.invars) - len(inner.invars)  # the index of a branch, or what the condition of a loop reads
     if skipped < 0 or len(inner.outvars) != len(equation.outvars):
         return None
@@ -106,7 +106,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def check_same(owner: str, before: Any, after: Any, is_leaf: Callable[[Any], bool] | None = None) -> None:
-    """Check that a traced function has left its arguments as they were, since changes in a trace are lost.
+    """Check that a traced function has not changed its arguments, because changes in a trace are lost.
 
     Args:
         owner: name of the function, for the error.
@@ -115,7 +115,7 @@ def check_same(owner: str, before: Any, after: Any, is_leaf: Callable[[Any], boo
         is_leaf: as for jax.tree.flatten.
 
     Raises:
-        ValueError: another leaf or structure than before.
+        ValueError: a leaf or the structure has changed.
     """
     leaves, structure = before
     found = jax.tree_util.tree_flatten_with_path(after, is_leaf=is_leaf)[0]
@@ -133,12 +133,12 @@ def check_same(owner: str, before: Any, after: Any, is_leaf: Callable[[Any], boo
 
 
 def contents(objects: Iterable[Any], skip: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return what objects hold, by dotted name, also in objects and containers inside of them.
+    """Return the values that objects hold, directly and in nested objects and containers, by dotted name.
 
     Args:
-        objects: any objects; of arrays of JAX, functions, classes, and objects of JAX, flax and NumPy nothing is
-            returned but themselves, and of arrays of NumPy their elements.
-        skip: says of an object that what it holds is left out.
+        objects: any objects. The contents of functions, classes, JAX arrays, and objects of JAX, flax and NumPy are
+            left out; a NumPy array is returned as its elements.
+        skip: returns True for an object whose contents are left out.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
@@ -163,7 +163,7 @@ def contents(objects: Iterable[Any], skip: Callable[[Any], bool]) -> dict[str, A
 
 
 def check_same_contents(owner: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Check that a traced function has left objects as they were, since it runs more often than it is called.
+    """Check that a traced function has not changed objects, because JAX may trace it more than once per call.
 
     Args:
         owner: name of the function, for the error.
@@ -171,7 +171,7 @@ def check_same_contents(owner: str, before: Mapping[str, Any], after: Mapping[st
         after: their contents after the call.
 
     Raises:
-        ValueError: something else than before.
+        ValueError: the contents have changed.
     """
     changed = [name for name in {**before, **after} if not _is_same(before.get(name), after.get(name))]
     if changed or before.keys() != after.keys():
@@ -208,11 +208,11 @@ def _slots(kind: type) -> Sequence[str]:
 
 
 _OWN = ("jax", "jaxlib", "flax", "numpy", "logging")
-"""Packages whose objects change what they remember by themselves."""
+"""Packages whose objects may change their own state, such as caches."""
 
 
 def split_arrays(owner: str, tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the arrays of a tree, and a function that returns the tree with other arrays in their places.
+    """Return the arrays of a tree, and a function that returns the tree with other arrays in place of them.
 
     Args:
         owner: name of the function whose results the tree contains, for the error.
@@ -252,7 +252,7 @@ def _has_tracers(leaf: Any) -> bool:
 
 
 def _run_inlined(program: Any, args: Sequence[Any]) -> list[Any]:
-    """Run a program, the programs that it calls in the same way, and all other equations as they are."""
+    """Run a program with its calls inlined, also the calls inside them."""
     jaxpr = program.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
     pending: list[Any] = []

@@ -1,8 +1,8 @@
 """Training: AdamW steps over deterministic batches.
 
 diptych/plans decides batches, initial values, learning rate, decay, clipping and schedule for both backends. This file
-executes these decisions in JAX, as one compiled program per step: on one device, or with one device for each pipeline
-rank, context-parallel rank and replica. The command is the same for several devices:
+executes these decisions in JAX, as one compiled program per step: on one device, or with one device for each data-,
+context-, pipeline- and tensor-parallel rank. The command is the same for several devices:
 
     diptych train --backend jax --pipeline-model-parallel-size 4 ...
 """
@@ -67,12 +67,12 @@ class Trainer:
         config: configuration of the model.
         train_config: configuration of the optimisation.
         corpus: training and validation data.
-        mesh: devices with an axis "pp" of the pipeline's size, an axis "cp" if sequences are split over ranks, and
+        mesh: devices with an axis "pp" of the pipeline's size, axes "cp" and "tp" if their sizes are larger than 1, and
             optionally an axis "dp" of replicas; None: the first available devices.
 
     Raises:
         ValueError: the corpus is too short for the model, or has bytes without a token; the batch does not fit schedule
-            and replicas; processes have different corpora or settings; there are fewer devices than pipeline ranks.
+            and replicas; processes have different corpora or settings; there are fewer devices than ranks.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Trainer:
             step: training step, for dropout.
 
         Raises:
-            ValueError: several devices share the batch, and its size is not global_batch_size.
+            ValueError: the batch is empty, or several devices share it and its size is not global_batch_size.
         """
         if self._pipeline is None:
             total = len(batch.tokens)
@@ -387,10 +387,10 @@ class Trainer:
         return *self.offload.update(change, params, optimizer_state, gradients, resident or {}), norm
 
     def _counted_once(self, gradients: Parameters) -> Parameters:
-        """Return gradients of which the norm has every entry once.
+        """Return gradients in which every entry counts once in a norm over all devices.
 
-        If several devices have the same, their shares are returned: squares are added up in one order, whether or not
-        the optimizer is distributed, and clipping does not differ by rounding.
+        If several devices have the same gradients, their shares are returned. Squares are then added in the same order
+        with and without a distributed optimizer, so clipping does not differ by rounding.
         """
         step = self._pipeline
         if step is None:
@@ -401,12 +401,12 @@ class Trainer:
         return step.shares.divide(counted) if step.shares.ranks > 1 else counted
 
     def _own(self, params: Parameters) -> Parameters:
-        """Return what this device updates of any part of the parameters: all of it, or its shares."""
+        """Return the part of the given parameters that this device updates: all of them, or its shares."""
         step = self._pipeline
         return step.shares.divide(params) if step is not None and step.divides_gradients else params
 
     def _whole(self, own: Parameters, shapes: Parameters | None = None) -> Parameters:
-        """Invert _own; ``shapes`` has the shapes of a part of the parameters."""
+        """Invert _own; ``shapes`` has the shapes of the parameters that _own received (None: of all parameters)."""
         step = self._pipeline
         if step is None or not step.divides_gradients:
             return own
@@ -442,7 +442,7 @@ class Trainer:
         return params if self._pipeline is None else self._pipeline.join_parameters(params)
 
     def _moments(self, change: Callable[[Any], Any]) -> optax.OptState:
-        """Return the state of the optimizer after a change of both moments."""
+        """Return the state of the optimizer with ``change`` applied to both moments."""
         state = self._optimizer_state
         first, second = (change(optax.tree_utils.tree_get(state, name)) for name in ("mu", "nu"))
         return optax.tree_utils.tree_set(state, mu=first, nu=second)

@@ -48,9 +48,9 @@ MIXER_MODULES = {"attention": SelfAttention, "mla": LatentAttention, "gdn": Gate
 
 
 class TransformerLayer(nnx.Module):
-    """A mixer and a feed-forward sublayer, an MLP or a mixture of experts.
+    """A mixer and a feed-forward sublayer, which is an MLP or a mixture of experts.
 
-    Each has a norm before or after it, and a hyper-connection or a plain residual around it.
+    Each sublayer has a norm before or after it, and a hyper-connection or a plain residual around it.
 
     Args:
         config: configuration of the model.
@@ -113,7 +113,7 @@ class TransformerLayer(nnx.Module):
         return self._write(connection, output, h_post, mixed, context.dropout, mlp_site(self.layer_number))
 
     def _norm(self, name: str, x: Array) -> Array:
-        """Apply the norm of a name, if the layer has it; it has either those before or those after the sublayers."""
+        """Apply a norm by name, if the layer has it: a layer has norms either before or after its sublayers."""
         norm = getattr(self, name, None)
         return x if norm is None else name_value(norm(x), name)
 
@@ -229,7 +229,10 @@ class TransformerBlock(nnx.Module):
         return checkpoint_blocks(run, self.config, self.vp_stage, self.pp_rank)(hidden_states)
 
     def _run_balanced(self, hidden_states: Array, context: ForwardContext, balance: Collected) -> Array:
-        """Run the layers, with their load-balancing loss as a last channel between them, and add it to ``balance``."""
+        """Run the layers, and add the sum of their load-balancing losses to ``balance``.
+
+        Recompute blocks and offload pass one array from layer to layer, so the loss is a last channel of this array.
+        """
         streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
 
         def call(layer: TransformerLayer, joined: Array, context: ForwardContext = context) -> Array:
@@ -250,7 +253,7 @@ class TransformerBlock(nnx.Module):
     def _run_offloaded(
         self, hidden_states: Array, context: ForwardContext, call: Callable[..., Array] = lambda layer, *x: layer(*x)
     ) -> Array:
-        """Run the layers; the offload plan decides when the parameters of each are fetched."""
+        """Run the layers; the offload plan decides when the parameters of each layer are fetched."""
         split = {int(number): nnx.split(layer, nnx.Param) for number, layer in self.layers.items()}
 
         def run(number: int, parameters: nnx.State, hidden_states: Array, context: ForwardContext) -> Array:
@@ -335,7 +338,7 @@ class GPTModel(nnx.Module):
             targets: the token after each of inputs. [B, T]
             step: training step, for dropout.
             samples: global index of each sequence, or of each token's sequence; None: 0 .. B-1. [B] or [B, T]
-            positions: positions of the tokens within their sequence; None: 0 .. T-1. [T]
+            positions: positions of the tokens within their sequence; None: 0 .. T-1, after the cached tokens. [T]
             attention_mask: see ops.causal_attention.
             document_starts: first token of each document; attention and state do not cross documents. See
                 diptych.plans.model.documents. None: each sequence is one document. [B, N] int32

@@ -125,8 +125,8 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest difference of gradients.
 
-    The difference of a parameter is relative to its largest gradient, or to a thousandth of the largest gradient of the
-    model if that is more: the gradients of some parameters are zero but for rounding.
+    The difference of a parameter is relative to the largest element of its gradient, or to a thousandth of the largest
+    element of all gradients if that is larger, because some gradients are zero up to rounding.
 
     Args:
         found: gradients by name.

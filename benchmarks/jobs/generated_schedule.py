@@ -139,7 +139,7 @@ def _real_step(config: TransformerConfig, batch: int, num_microbatches: int) -> 
 
 
 def time_messages(shape: tuple[int, ...], dtype: str, rounds: int) -> list[float]:
-    """Return half of the seconds of each round trip between ranks 0 and 1; on other ranks, an empty list."""
+    """Return half of the seconds of each round trip from rank 0 to rank 1; on all ranks but 0, an empty list."""
     rank = dist.get_rank()
     x = torch.zeros(shape, dtype=getattr(torch, dtype))
     seconds = []

@@ -107,7 +107,7 @@ def torch_steps(
 def jax_steps(
     model: TransformerConfig, train: TrainConfig, exchanges: tuple[str, ...], size: int, turns: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of steps in JAX; with ``alone``, every device has its own tokens."""
+    """Return the seconds of steps in JAX by exchange; under "alone", every device has its own tokens."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", size)

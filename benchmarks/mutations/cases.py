@@ -21,13 +21,13 @@ class Case:
     jax_model: Callable[[], nnx.Module]
     inputs: Callable[[np.random.Generator], list[Any]]
     names: Callable[[nn.Module], dict[str, Any]]
-    """Return the names of JAX's parameters for a model of PyTorch."""
+    """Function from a PyTorch model to the names of the JAX parameters."""
     fixed: tuple[str, ...] = ()
     """Parameters of PyTorch that are zero."""
     ignore: tuple[str, ...] = ()
     """Patterns of parameters without counterpart."""
     jax_paths: Mapping[str, str] = field(default_factory=dict)
-    """Beginnings of paths in PyTorch, and in JAX where those are others."""
+    """Prefixes of paths in PyTorch, with their prefix in JAX where it differs."""
 
     def build(self, seed: int) -> tuple[nn.Module, nnx.Module, list[Any]]:
         """Return both models and inputs, drawn from a seed; JAX gets its parameters from locate or compare_modules."""
@@ -41,7 +41,7 @@ class Case:
         return model, self.jax_model(), self.inputs(rng)
 
     def drawn(self, name: str, value: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Return values around the initial ones, so that no parameter is 0 or 1 everywhere."""
+        """Return random values around the initial ones, so that no parameter is 0 or 1 everywhere."""
         if name in self.fixed:
             return np.zeros_like(value)
         size = max(0.1, float(np.sqrt(np.mean(np.square(value)))))
@@ -68,9 +68,9 @@ class Bug(NamedTuple):
     change: type | Mapping[str, Any]
     """Class that replaces that of the submodule, or values of its attributes."""
     gradients_only: bool = False
-    """True: the outputs are right, and only gradients are wrong."""
+    """True if the outputs are right and only gradients are wrong."""
     jax_module: str | None = None
-    """Path of the submodule in JAX, if the case does not tell."""
+    """Path of the submodule in JAX, if it does not follow from the prefixes of the case."""
 
 
 def put_in(bug: Bug, case: Case, torch_model: nn.Module, jax_model: nnx.Module) -> None:

@@ -146,7 +146,7 @@ class SwappedHalves(jax_impl.mlp.MLP):
 
 
 class Interleaved(jax_impl.self_attention.SelfAttention):
-    """Rotates neighbouring channels."""
+    """Attention whose rotary embedding rotates pairs of neighbouring channels."""
 
     def __call__(self, hidden_states, context):
         width = self.config.head_dim
@@ -177,7 +177,7 @@ class SigmoidGate(reference_torch.linear_attention.GatedDeltaNet):
 
 
 class LateConvolution(jax_impl.linear_attention.ShortConvolution):
-    """Sees tokens up to the one before."""
+    """A convolution that is one token late: it reads the tokens before each token, but not the token itself."""
 
     def __call__(self, x, sequences=None):
         return super().__call__(jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1], sequences)
@@ -195,7 +195,7 @@ class NarrowDecay(jax_impl.linear_attention.GatedDeltaNet):
 
 
 class OtherGelu(reference_torch.mlp.MLP):
-    """The approximation of the other kind of GELU."""
+    """An MLP with the other variant of GELU: exact for tanh, and tanh for exact."""
 
     def forward(self, hidden_states, recompute=SAVE_ALL, tp_size=1):
         inner = F.linear(hidden_states, self.linear_fc1.weight)

@@ -135,14 +135,14 @@ class MissingForgetBias(TorchCell):
 
 
 class TruncatedCell(JaxCell):
-    """Passes no gradient to the step before."""
+    """A cell that passes no gradient to the previous step."""
 
     def __call__(self, x, h, c):
         return super().__call__(x, jax.lax.stop_gradient(h), jax.lax.stop_gradient(c))
 
 
 class TruncatedLayer(TorchLayer):
-    """Passes no gradient of the cell state to the step before."""
+    """A layer that passes no gradient of the cell state to the previous step."""
 
     def forward(self, x):
         h = c = torch.zeros_like(x[:, 0])

@@ -188,7 +188,7 @@ class DetachedInput(nn.LSTM):
 
 
 class SwappedGates(nnx.OptimizedLSTMCell):
-    """Reads forget, input, cell and output gate."""
+    """An LSTM cell with input and forget gate swapped: it reads the order forget, input, cell, output."""
 
     def __call__(self, carry, inputs):
         c, h = carry

@@ -21,7 +21,7 @@ class Case(NamedTuple):
     verdict: str
     """EQUAL, DIFFERENT or SHAPES."""
     arguments: Mapping[str, Any] = MappingProxyType({})
-    """The same for the function that compares."""
+    """The same settings as arguments of the function that compares."""
     dtypes: tuple[str, ...] = DTYPES
 
 
@@ -36,7 +36,7 @@ class Pair:
     why: str
     """Reason of the difference in a few words; empty if there is none."""
     compare: Callable[..., Report]
-    """Receives a case's arguments and dtypes."""
+    """The function that compares both; it receives a case's dtypes and arguments."""
     cases: tuple[Case, ...] = field(default=())
 
 

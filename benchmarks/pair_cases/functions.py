@@ -40,7 +40,7 @@ def gelu(dtypes: Any, torch_approximate: str = "none", **settings: Any) -> Repor
 
 
 def jax_name(torch_name: str, function: Callable) -> str:
-    """Return the name of a function of jax.nn; PyTorch's for a lambda around it."""
+    """Return the name of a function of jax.nn; for a lambda around a function, the name in PyTorch."""
     name = getattr(function, "__name__", torch_name)
     return f"jax.nn.{torch_name.partition('(')[0] if name == '<lambda>' else name}"
 
@@ -146,7 +146,7 @@ def inside(low: float, high: float, is_closed: bool) -> Callable:
     ("jnp.where(x > 0, x, 0.01 * x)", EQUAL, {"theirs": lambda x: jnp.where(x > 0, x, 0.01 * x)}),
 )
 def leaky_relu(dtypes: Any, theirs: Callable = jax.nn.leaky_relu) -> Report:
-    """Compare leaky rectifiers at 0."""
+    """Compare leaky ReLU at 0."""
     return compare_functions(F.leaky_relu, theirs, [ZEROS], dtypes=dtypes)
 
 
@@ -158,7 +158,7 @@ def leaky_relu(dtypes: Any, theirs: Callable = jax.nn.leaky_relu) -> Report:
     ("jax's gradient 0 at the bounds", EQUAL, {"theirs": inside(-1.0, 1.0, is_closed=False)}),
 )
 def hard_tanh(dtypes: Any, theirs: Callable = jax.nn.hard_tanh) -> Report:
-    """Compare the hard tangent at its upper bound."""
+    """Compare hard tanh at its upper bound."""
     return compare_functions(at(1, F.hardtanh), at(1, theirs), [ZEROS], dtypes=dtypes)
 
 
@@ -194,7 +194,7 @@ def maximum(dtypes: Any, ours: Callable = lambda x, dim: torch.max(x, dim).value
     ("jnp.where around the zero row, twice", EQUAL, {"is_guarded": True}),
 )
 def norm_of_zero(dtypes: Any, is_guarded: bool = False) -> Report:
-    """Compare the norm of rows one of which is 0."""
+    """Compare the norms of rows, one of which is 0."""
     x = normal((3, 4))
     x[1] = 0.0
 

@@ -148,7 +148,7 @@ class TorchStatistics(nn.Module):
 
 
 class JaxStatistics(nnx.Module):
-    """The same in flax.
+    """Batch normalisation of flax in training that also returns its running statistics.
 
     Args:
         settings: keyword arguments of the layer.
@@ -465,7 +465,7 @@ def dense_general(dtypes: Any) -> Report:
 
 @pair("Linear", "nnx.Einsum", "", ("kernel not transposed", EQUAL))
 def einsum(dtypes: Any) -> Report:
-    """Compare a linear layer with an Einstein sum in PyTorch's layout."""
+    """Compare a linear layer with nnx.Einsum in PyTorch's layout."""
     theirs = nnx.Einsum("bi,oi->bo", (3, 16), (3,), rngs=RNGS)
     return compare_modules(
         varied(nn.Linear(16, 3)), theirs, [X], names={"weight": "kernel", "bias": "bias"}, dtypes=dtypes
@@ -480,7 +480,7 @@ def einsum(dtypes: Any) -> Report:
     ("nn.Embedding(padding_idx=0)", DIFFERENT, {"padding_idx": 0}),
 )
 def embedding(dtypes: Any, **settings: Any) -> Report:
-    """Compare embeddings of tokens among which is the padding index."""
+    """Compare embeddings of tokens that include the padding index."""
     tokens = np.array([[0, 3, 5], [5, 1, 0]])
     ours = varied(nn.Embedding(7, 4, **settings))
     return compare_modules(ours, nnx.Embed(7, 4, rngs=RNGS), [tokens], dtypes=dtypes)
@@ -488,7 +488,7 @@ def embedding(dtypes: Any, **settings: Any) -> Report:
 
 @pair("PReLU", "nnx.PReLU", "", ("defaults", EQUAL))
 def prelu(dtypes: Any) -> Report:
-    """Compare rectifiers with a slope that is learned."""
+    """Compare PReLU, a ReLU with a learned slope."""
     return compare_modules(
         nn.PReLU(), nnx.PReLU(), [X], names={"weight": {"to": "negative_slope", "reshape": []}}, dtypes=dtypes
     )

@@ -124,7 +124,7 @@ def huber(dtypes: Any) -> Report:
     ("optax's mean / 0.5", EQUAL, {"beta": 0.5}),
 )
 def smooth_l1(dtypes: Any, beta: float = 1.0) -> Report:
-    """Compare the smooth absolute error with the Huber loss."""
+    """Compare the smooth L1 loss with the Huber loss."""
     return compare_functions(
         lambda x, y: F.smooth_l1_loss(x, y, beta=0.5),
         lambda x, y: optax.huber_loss(x, y, delta=0.5).mean() / beta,
@@ -141,7 +141,7 @@ def smooth_l1(dtypes: Any, beta: float = 1.0) -> Report:
     ("F.kl_div(reduction='batchmean')", EQUAL, {"reduction": "batchmean"}),
 )
 def kl_divergence(dtypes: Any, **settings: Any) -> Report:
-    """Compare the divergence of Kullback and Leibler."""
+    """Compare the Kullback-Leibler divergence."""
     with torch.no_grad():
         logs = F.log_softmax(torch.tensor(LOGITS), -1).numpy()
 
@@ -185,7 +185,7 @@ def cosine_similarity(dtypes: Any, is_zero: bool, **settings: Any) -> Report:
     ("eps=0 in both", EQUAL, {"eps": 0.0}),
 )
 def triplet_margin(dtypes: Any, eps: float = 1e-6) -> Report:
-    """Compare the loss of triplets."""
+    """Compare the triplet margin loss."""
     return compare_functions(
         lambda a, p, n: F.triplet_margin_loss(a, p, n, margin=5.0, eps=eps),
         lambda a, p, n: optax.losses.triplet_margin_loss(a, p, n, margin=5.0, eps=eps).mean(),

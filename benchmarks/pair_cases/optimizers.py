@@ -41,7 +41,7 @@ def torch_steps(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> 
 
 
 def jax_steps(optimizer: optax.GradientTransformation) -> Callable:
-    """Return the same for an optimizer of optax."""
+    """Return the function of torch_steps for an optimizer of optax."""
 
     def run(parameters: dict[str, jax.Array], gradients: dict[str, jax.Array]) -> list[dict[str, jax.Array]]:
         state = optimizer.init(parameters)
@@ -332,7 +332,7 @@ def training_sgd(dtypes: Any) -> Report:
     ("gradients times (norm + 1e-6) / norm in torch", EQUAL, {"is_corrected": True}),
 )
 def clip_norm(dtypes: Any, limit: float = 1.0, is_corrected: bool = False) -> Report:
-    """Compare clipping of the norm of all gradients."""
+    """Compare clipping by the global norm of the gradients."""
 
     def torch_side(w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         variables = [nn.Parameter(torch.zeros_like(x)) for x in (w, b)]

@@ -1,4 +1,4 @@
-"""Tensor offload by itself: the layers of a small network of your own on the host. Nothing changes but memory.
+"""Tensor offload by itself: the layers of a small network move to the host. Results do not change.
 
     python examples/tensor_offload/simple_test.py
 
@@ -22,7 +22,7 @@ class Layer(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, D] to the same."""
+        """Return the output [B, D] for inputs [B, D]."""
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 

@@ -75,7 +75,7 @@ def low_rank(transition: Float[Array, "h k k"], log_decay: Float[Array, "h g"], 
 def state_of_nearest(
     transition: Array, state: Array, goes_through: Array, rounds: int, send_next: Callable[[Array], Array]
 ) -> Array:
-    """Return the initial state of this rank, computed from some previous ranks; it is differentiable.
+    """Return the initial state of this rank, computed from the nearest previous ranks, differentiably.
 
     Args:
         transition: M. [HV, K, K]

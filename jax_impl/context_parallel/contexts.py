@@ -40,7 +40,7 @@ def build_cp_context(
         cu_seqlens: offsets of all sequences, and the end; the same on every rank. [N + 1] int32
         group: name of the mesh axis.
         conv1d_kernel_size: number of coefficients per channel of a short convolution that runs on the part.
-        cu_seqlens_cpu: cu_seqlens, not traced; without it traced offsets are not checked.
+        cu_seqlens_cpu: the same offsets, not traced; None: traced offsets are not checked.
         cp_exchange: algorithm of the state exchange, one of diptych.plans.context.exchange.CP_EXCHANGES.
         cp_wire_dtype: type of states in messages, one of diptych.plans.context.exchange.WIRE_DTYPES; None: their own.
         cp_truncate_ranks: with ring, number of ranks that a state reaches (plans/context/approximation.py); None: all.

@@ -17,7 +17,7 @@ from jax_impl.context_parallel.approximate import LowRank, low_rank, state_of_ne
 def exchange_states(
     transition: Float[Array, "h k k"], state: Float[Array, "h k v"], context: FLACPContext, reverse: bool = False
 ) -> Float[Array, "h k v"]:
-    """Return the initial state S of this rank: the maps S -> M S + H of the ranks before it, composed.
+    """Return the initial state S of this rank, by composing the maps S -> M S + H of the ranks before it.
 
     Args:
         transition: M; 0 if the final state does not depend on the initial state. [HV, K, K]
@@ -26,7 +26,7 @@ def exchange_states(
         reverse: compose the maps of the ranks after this rank, from the last.
 
     Returns:
-        S, 0 on the first rank. [HV, K, V]
+        S; 0 on the first rank, or with reverse on the last. [HV, K, V]
     """
     return exchange_over(transition, state, ranks_of(context), reach_of(context), reverse)
 
@@ -136,12 +136,12 @@ def _prefix_scan(transition: Array, state: Array, ranks: Ranks, reach: Reach, po
 
 
 def _pairs(pairs: list[tuple[int, int]], size: int, reverse: bool) -> list[tuple[int, int]]:
-    """Return the ranks of senders and receivers from their positions, counted from the first rank, or from the last."""
+    """Return the ranks of senders and receivers from their positions, which count from the last rank if reverse."""
     return [(size - 1 - a, size - 1 - b) for a, b in pairs] if reverse else pairs
 
 
 def sum_over_ranks(x: Array, context: FLACPContext) -> Array:
-    """Return the sum over all ranks of an array without a gradient; all ranks have to call this function."""
+    """Return the sum over all ranks of an array that gets no gradient; all ranks have to call this function."""
     return lax.all_gather(x, context.group).sum(0).astype(x.dtype)
 
 
@@ -167,7 +167,7 @@ def _gather(x: Array, ranks: Ranks) -> Array:
 
 
 def _on_wire(x: Array, ranks: Ranks) -> Array:
-    """Convert a part to the type in which it is sent."""
+    """Convert an array to the type in which it is sent."""
     return x if ranks.wire_dtype is None else x.astype(ranks.wire_dtype)
 
 

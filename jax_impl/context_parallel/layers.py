@@ -70,7 +70,7 @@ def cp_attention(
 
 
 def _halo(x: Array, taps: int, context: FLACPContext) -> list[Array]:
-    """Return the tokens before the part that a convolution reads, from the farthest rank to the nearest."""
+    """Return the tokens before the part that a convolution reads, by sending rank, the farthest rank first."""
     halo = []
     ranks = ranks_of(context)._replace(wire_dtype=None)
     for distance, size in enumerate(halo_sizes(x.shape[1], taps), 1):
@@ -80,7 +80,7 @@ def _halo(x: Array, taps: int, context: FLACPContext) -> list[Array]:
 
 
 def _prepend_tokens(x: Array, num_earlier: int) -> Array:
-    """Prepend the tokens before x, pipelined; they are ignored if the first sequence begins on this rank."""
+    """Prepend the tokens before x, received from the previous rank; short_convolution masks other sequences."""
 
     def prepend(received: Array) -> tuple[Array, Array]:
         joined = jnp.concatenate([received, x], axis=1)
@@ -90,7 +90,7 @@ def _prepend_tokens(x: Array, num_earlier: int) -> Array:
 
 
 def _prepend_keys_and_values(k: Array, v: Array, context: FLACPContext) -> tuple[Array, Array]:
-    """Return keys and values of this rank and earlier ones, pipelined, at their global positions; later ones are 0."""
+    """Return keys and values at their global positions, received from earlier ranks; those of later ranks are 0."""
     both = jnp.concatenate([k, v], axis=-1)
     length = k.shape[1]
 

@@ -20,7 +20,7 @@ from jax_impl.carry import with_carry
 
 
 def is_pipelined(context: FLACPContext) -> bool:
-    """Return True if the exchange is "pipelined": a rank computes after it has received from the previous rank."""
+    """Return True for the exchange "pipelined", in which a rank computes after the message of the previous rank."""
     return context.cp_exchange == PIPELINED
 
 

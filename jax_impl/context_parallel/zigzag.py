@@ -1,7 +1,7 @@
 """Load-balanced softmax attention: queries are sent to the ranks that compute them, and outputs are sent back.
 
-All ranks run one program: each computes 2R + 1 blocks of half a part's queries by half a part's keys, and a table says
-which blocks. The softmax is computed online, with a running maximum m and sum l of each query. Backward recomputes the
+All ranks run one program: each computes 2R + 1 blocks of half a part's queries by half a part's keys, which a table
+lists by rank. The softmax is computed online, with a running maximum m and sum l of each query. Backward recomputes the
 scores of each block from q, k, v, the outputs and m + log l, which are saved.
 """
 

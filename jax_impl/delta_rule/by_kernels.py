@@ -42,7 +42,7 @@ def chunked_by_kernels(
 
 
 def _tables(cu_seqlens: Array | np.ndarray | None, rows: int, length: int, size: int) -> ChunkTables:
-    """Return the table of chunks; its length is an upper bound if the offsets are traced."""
+    """Return the tables of chunks; their length is an upper bound if the offsets are traced."""
     if isinstance(cu_seqlens, Tracer):
         return chunk_tables(cu_seqlens, size, most_chunks(length, len(cu_seqlens) - 1, size), jnp)
     return chunk_tables(np.arange(rows + 1) * length if cu_seqlens is None else np.asarray(cu_seqlens), size)
@@ -51,7 +51,7 @@ def _tables(cu_seqlens: Array | np.ndarray | None, rows: int, length: int, size:
 def _boundary_sequences(
     context: FLACPContext, initial_state: Array | None, sequences: Array, k: Array, v: Array
 ) -> BoundarySequences:
-    """Return the first and last sequence of this rank; a sequence that begins or ends here is given no tokens."""
+    """Return first and last sequence; a first one that begins here, or a last one that ends here, has no tokens."""
     last = context.num_sequences - 1
     dtype = jnp.promote_types(v.dtype, jnp.float32)
     key = k.shape[-1]
@@ -73,8 +73,8 @@ def _boundary_sequences(
 class KernelRanks(NamedTuple):
     """The exchange between ranks; see diptych_kernels.delta_rule.autodiff_rules.Ranks.
 
-    The roles of a rank are: its first sequence begins on an earlier rank, its last sequence continues on a later rank,
-    the number of its last sequence, and its Reach. [6] int32
+    ``roles`` [6] int32 holds: 1 if the first sequence begins on an earlier rank, 1 if the last sequence continues on a
+    later rank, the index of the last sequence, and the three fields of Reach.
     """
 
     ranks: Ranks
@@ -92,11 +92,11 @@ class KernelRanks(NamedTuple):
         return exchange_over(transition.mT, d_received, self.ranks, _reach(roles), reverse=True)
 
     def with_first(self, states: Array, first: Array | None, roles: Array) -> Array:
-        """Replace the first of the states if its sequence starts on another rank."""
+        """Replace the first state by ``first`` (None: 0) if its sequence starts on another rank."""
         return states.at[0].set(jnp.where(roles[0] > 0, 0 if first is None else first, states[0]))
 
     def with_last(self, states: Array, last: Array | None, roles: Array) -> Array:
-        """Replace the last of the states if its sequence continues on another rank."""
+        """Replace the last state by ``last`` (None: 0) if its sequence continues on another rank."""
         return states.at[roles[2]].set(jnp.where(roles[1] > 0, 0 if last is None else last, states[roles[2]]))
 
     def _sent_map(self, maps: Array, roles: Array) -> tuple[Array, Array]:

@@ -2,12 +2,12 @@
 
 Forward saves the arguments and one state per segment (diptych.plans.model.delta_rule.SAVED). Backward runs from the
 last segment to the first, replays the chunks and states of each, and uses jax.vjp for the part that does not depend on
-states. So the memory in addition to the arguments is that of one segment, for every sequence length.
+states. So the memory in addition to the arguments and these states is that of one segment, for every sequence length.
 
-Transition columns: the final state of a sequence is a linear function of its initial state S, M S + H, and its outputs
-are O + R S. Context parallelism needs M, H, O and R of a part before S is known. ``num_transition_columns`` = K appends
-K columns to the values, which are 0, and to the initial state, where they are the identity and the others 0. One scan
-then computes H and O in the first V columns, and M and R in the transition columns.
+Transition columns: the final state of a sequence is a linear function of its initial state S, namely M S + H, and its
+outputs are O + R S. Context parallelism needs M, H, O and R of a part before S is known. The scan treats each column
+of the state by itself. So one scan of the state [0 | identity], with V + K columns, and of values with K further
+columns of zeros computes H and O in the first V columns, and M and R in the last K = ``num_transition_columns``.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ def chunked(
     recompute: bool,
     num_transition_columns: int = 0,
 ) -> tuple[Array, Array]:
-    """Return outputs and final states, both with transition columns (see the docstring of this file).
+    """Return outputs and final states, both with transition columns if there are some (see the module docstring).
 
     The arguments are the checked arguments of chunk_kda (api.py). With transition columns outputs have the type of
     states.
@@ -137,7 +137,7 @@ def _terms(layout: Layout, arguments: Arguments, filled: Array) -> ChunkTerms:
     """Return the terms of the chunks of a segment; filled [slots of a segment] is true where a slot holds a token."""
     v = jnp.pad(arguments.v, ((0, 0), (0, 0), (0, 0), (0, layout.num_transition_columns)))
     q, k, v, g, beta = recurrence_inputs(*arguments._replace(v=v), layout.options)
-    if not layout.is_dense:
+    if not layout.is_dense:  # a gate computes a decay from the 0 of an empty slot, which must not change the state
         g = jnp.where(filled[:, None, None], g, 0)
     q, k, v, g, beta = (_to_chunks(x, layout.options.chunk_size) for x in (q, k, v, g, beta))
     return chunk_terms(q, k, v, g, beta)
@@ -224,14 +224,15 @@ def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, A
         d_tokens, d_gate_of_segment = d_arguments.split()
         return (d_states, jax.tree.map(jnp.add, d_gate, d_gate_of_segment)), d_tokens
 
-    tokens, join = jax.vjp(lambda x: _split_all(layout, x, chunking), arguments)
+    tokens, join = jax.vjp(lambda x: _split_all(layout, x, chunking), arguments)  # join transposes the split
     first = _initial_states(layout.sequences, None, _state_shape(layout, arguments), arguments).current
+    # The first segment needs no state, because its first chunk begins a sequence and reads the initial state.
     segment_starts = jnp.concatenate([first[None], segment_starts])
     inputs = (tokens, _split(layout, d_output, chunking), segment_starts, *_by_segment(layout, chunking))
     _, gate = arguments.split()  # its gradients are sums over all tokens, in at least float32
     zeros = [None if x is None else jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in gate]
     *zeros, _ = match_varying_axes((*zeros, arguments.q))
-    carry = States(first, d_finals), tuple(zeros)
+    carry = States(first, d_finals), tuple(zeros)  # an empty sequence returns its initial state, with this gradient
     (d_states, d_gate), d_tokens = _scan(layout, segment, carry, inputs, reverse=True)
     (d_arguments,) = join(list(d_tokens))
     d_A_log, d_dt_bias = (None if d is None else d.astype(x.dtype) for x, d in zip(gate, d_gate, strict=True))

@@ -86,7 +86,7 @@ def lower_product(lower: Float[Array, "*b c c"], x: Float[Array, "*b c v"]) -> F
 
 @jax.custom_vjp
 def _inverse(a: Float[Array, "n r c c"]) -> Float[Array, "n r c c"]:
-    """Return (I + a)^-1 of a strictly lower triangular a, by substitution; forward and backward use one solution.
+    """Return (I + a)^-1 of a strictly lower triangular a, by substitution; backward reuses the inverse.
 
     Two blocks at a time are merged: [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. On a CPU,
     jax.lax.linalg.triangular_solve can deadlock in a large program (jaxlib 0.10.2, two threads).
@@ -185,5 +185,5 @@ def _products_in_blocks(q: Array, k: Array, g: Array) -> tuple[Array, Array]:
 
 
 def _at_end(column: Array, size: int) -> Array:
-    """Return a column with zeros before its rows, of length size."""
+    """Return a column padded with zeros before its rows to length size."""
     return jnp.concatenate([jnp.zeros((*column.shape[:-1], size - column.shape[-1]), column.dtype), column], -1)

@@ -53,7 +53,7 @@ class Activations:
         return state
 
     def end(self, use: Use, saved: Saved) -> None:
-        """Record the saved values of a forward that has ended, and copy them to the host if the plan says so.
+        """Record the saved values of a forward that has ended, and copy them to the host if the plan moves them.
 
         Args:
             use: the forward.

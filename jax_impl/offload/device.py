@@ -159,5 +159,5 @@ def copy_to_device(module: M) -> M:
 
 
 def is_on_host(array: Array) -> bool:
-    """Return True if the type of an array says that it is placed in host memory."""
+    """Return True if an array is placed in host memory, according to its type."""
     return jax.typeof(array).memory_space == jax.memory.Space.Host

@@ -28,11 +28,11 @@ ACTIVATION_MIN_BYTES = 2**16
 _TO_HOST = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")(
     dot_general_p, dimension_numbers=(((), ()), ((), ()))
 )
-"""What a policy of jax.checkpoint returns for results that move to the host; JAX has no public name for it."""
+"""The value that a policy of jax.checkpoint returns for results that move to the host; it has no public name."""
 _SETTINGS = "offload_min_bytes"
-"""Attribute of a chosen module: bytes from which operands make an operation's results move; None: they stay."""
+"""Attribute of a chosen module: results of operations with an operand of at least so many bytes move; None: none."""
 _MOVES_MOMENTS = "offload_optimizer_state"
-"""Attribute of a chosen module: whether what an optimizer remembers about its parameters moves."""
+"""Attribute of a chosen module: True if the optimizer state of its parameters moves."""
 
 
 class OffloadedModules:
@@ -67,7 +67,7 @@ class OffloadedModules:
             optimizer: any nnx.Optimizer of the model.
             model: the model, one that contains it, or a copy of either in a transformation such as nnx.jit.
             gradients: gradients of nnx.grad, in either memory.
-            kwargs: what the optimizer takes besides, such as value=loss.
+            kwargs: further arguments of the optimizer, such as value=loss.
         """
         trained = nnx.state(model, optimizer.wrt)
         hosted = {tuple(map(str, path)) for path, x in nnx.to_flat_state(trained) if _is_value_on_host(x)}
@@ -89,9 +89,9 @@ class OffloadedModules:
         nnx.update(owner, nnx.from_flat_state({path: jax.tree.map(_to_host, value) for path, value in values.items()}))
 
     def close(self) -> None:
-        """Give the modules their own classes back, and move their parameters to the device. A second call does nothing.
+        """Restore the classes of the modules, and move their parameters to the device. A second call does nothing.
 
-        What an optimizer has in host memory stays there: nnx.update(optimizer, handle.fetch(nnx.state(optimizer))).
+        Optimizer state in host memory stays there; nnx.update(optimizer, handle.fetch(nnx.state(optimizer))) moves it.
 
         Raises:
             ValueError: a module got another class later; undo that first.
@@ -131,17 +131,17 @@ def offload_modules(
         model: an nnx.Module on its device, which is changed in place.
         modules: patterns of the submodules that move as a whole; ``*`` stands for any text without a dot. Modules that
             no pattern matches stay on the device.
-        activations: also move what the submodules save for backward, except their inputs.
+        activations: also move values that the submodules save for backward, except their inputs.
         activation_min_bytes: results of operations whose largest operand has fewer bytes stay on the device.
-        optimizer_state: also keep what the optimizer remembers about the moved parameters in host memory between steps.
+        optimizer_state: also store the optimizer state of the moved parameters in host memory between steps.
 
     Returns:
-        A handle, whose update() runs the optimizer and whose close() undoes all.
+        A handle: update() runs the optimizer, and close() undoes all changes.
 
     Raises:
         TypeError: model is no nnx.Module, or modules is no list of texts.
-        ValueError: a pattern matches nothing, a match lies inside of another, a module is offloaded already, or one
-            that stays shares a parameter with one that moves.
+        ValueError: a pattern matches nothing, a match is inside another, a module is offloaded already or has no
+            parameters, modules that stay and modules that move share a parameter, or activation_min_bytes is invalid.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model: expected an nnx.Module, got {type(model).__name__}")
@@ -166,7 +166,7 @@ def offload_modules(
 
 
 def _check_sharing(modules: dict[str, nnx.Module], chosen: dict[str, nnx.Module]) -> None:
-    """Reject what other modules share with chosen ones, since JAX cannot read parameters of theirs from the host."""
+    """Reject parameters that chosen modules share with others, because those cannot read them from the host."""
     inside = {id(node): node for module in chosen.values() for _, node in nnx.iter_graph(module)}
     shareable = {id(module) for module in chosen.values()}
     shareable |= {key for key, node in inside.items() if not _has_parameters(node)}
@@ -182,7 +182,7 @@ def _check_sharing(modules: dict[str, nnx.Module], chosen: dict[str, nnx.Module]
 
 
 def _chosen_parameters(model: nnx.Module) -> dict[tuple[str, ...], bool]:
-    """Return for each parameter of chosen modules, by path in a model that contains them, whether its moments move."""
+    """Return True or False for each parameter of chosen modules, by path in the model: True if its moments move."""
     nodes = list(nnx.iter_graph(model))
     moves_moments = {
         id(node): getattr(module, _MOVES_MOMENTS)
@@ -200,7 +200,7 @@ def _has_parameters(node: Any) -> bool:
 
 
 def _references(container: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds, also in lists and dicts, with its dotted name there."""
+    """Yield the values in a container, also in nested lists and dicts, with their dotted names."""
     items = container.items() if isinstance(container, Mapping) else enumerate(container)
     for key, value in items:
         name = f"{path}.{key}".lstrip(".")
@@ -214,7 +214,7 @@ def _references(container: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @cache
 def _offloaded_class(kind: type) -> type:
-    """Return the class of offloaded modules of a class."""
+    """Return the subclass of a class for offloaded modules."""
 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         min_bytes = getattr(self, _SETTINGS)
@@ -231,8 +231,8 @@ def _offloaded_class(kind: type) -> type:
 def _run_with_copies(run: Callable[..., Any], state: Any, *arrays: Any) -> Any:
     """Run a function with copies of the arrays in host memory.
 
-    One opaque call makes the copies and whatever depends on them alone, such as a cast to bfloat16, so that none of it
-    is saved for backward.
+    One opaque call makes the copies and all values that depend on them alone, such as a cast to bfloat16, so that none
+    of these is saved for backward.
 
     Args:
         run: function of the state and the arrays.
@@ -278,7 +278,7 @@ def _run_with_copies(run: Callable[..., Any], state: Any, *arrays: Any) -> Any:
 
 
 def _moving(min_bytes: int, primitive: Any, *operands: Any, **params: Any) -> Any:
-    """Decide as a policy of jax.checkpoint that results are saved in host memory, but not those of opaque calls."""
+    """Save results of large operands on the host and others on the device, if except_opaque_calls saves them."""
     if not except_opaque_calls(primitive, *operands, **params):
         return False
     results = [len(program.outvars) for program in jaxprs_in_params(params)]
@@ -294,7 +294,7 @@ def _is_value_on_host(value: Any) -> bool:
 
 
 def _longest_part(path: tuple[Any, ...], paths: Collection[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the longest part of a path that is one of some paths; of a moment's path, that of its parameter."""
+    """Return the longest part of a path that is in ``paths``; for a moment, this is the path of its parameter."""
     names = tuple(map(str, path))
     parts = (names[i:j] for i in range(len(names)) for j in range(i + 1, len(names) + 1))
     return max((part for part in parts if part in paths), key=len, default=())

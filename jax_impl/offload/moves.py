@@ -1,6 +1,6 @@
 """The copies of a program between host and device, read from its jaxpr.
 
-They show the copies that are compiled, not those that were requested.
+They show the copies in the program, not the copies that the plan requests.
 """
 
 import re

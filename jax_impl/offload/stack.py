@@ -1,4 +1,4 @@
-"""Forward and backward of a model's layers, whose parameters move as a plan says.
+"""Forward and backward of a model's layers, whose parameters move by a plan.
 
 The whole stack is one ``jax.custom_vjp``. If JAX differentiated the fetches, it would save the device copy of every
 layer for backward. Instead, forward saves the values that the recompute settings leave, and only the parameters of
@@ -90,7 +90,8 @@ def run_offloaded(
 def _traced(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return a rule that is compiled if it is called outside of jax.jit.
 
-    The leaves of a pull-back are found by their place among those of a traced one, and an eager call has others.
+    The leaves of a pull-back are found by their index in a traced pull-back. The pull-back of an eager call has other
+    leaves.
     """
 
     def run(*args: Any) -> Any:
@@ -261,7 +262,11 @@ class _Stack:
         return Activations(saved, self._context, self._config.activation_offload_min_bytes)
 
     def _bound(self, number: int, arrays: dict[int, Array], device: Device) -> tuple[Run, Layer]:
-        """Return a layer on the device as a function of its differentiated arrays and its input, and these arrays."""
+        """Return a layer on the device as a function of its differentiated arrays and its input, and these arrays.
+
+        The differentiated arrays are the parameters, or zeros for the tap of a parameter (see Pass.gradients). The
+        function then reads the parameter itself, and the gradients of the tap are the operands of its gradient.
+        """
         parameters = device.on_device[number]
         requested = (self._context.gradients or {}).get(number, parameters)
         tapped = {str(index): parameters[index] for index, item in enumerate(requested) if isinstance(item, LinearTap)}

@@ -162,7 +162,7 @@ class OffloadedStep:
 
     @contextlib.contextmanager
     def _check_moved(self, trace: Sequence[str]) -> Iterator[None]:
-        """Check that the plan moves the layers of a loss; only the first trace of the loss records events."""
+        """Check that a loss runs its layers by the plan; only the first trace of the loss records events."""
         try:
             yield
         except ValueError as error:

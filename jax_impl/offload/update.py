@@ -89,7 +89,7 @@ class OffloadedParameters:
             steps: steps of the plan: the update of every layer, after which no layer is on the device.
             update_function: see UpdateFunction.
             params: parameters, with those of layers on the host.
-            state: optimizer state; parts without the structure of the parameters belong to all of them.
+            state: optimizer state; parts without the structure of the parameters, such as a step count, are shared.
             gradients: gradients on the device.
             on_device: layers on the device.
             trace: see Device.
@@ -114,7 +114,7 @@ class OffloadedParameters:
         for step in steps:
             number = step.use.layer
             own = (grads.layers[number], {index: m.layers[number] for index, m in moments.items()})
-            own, updated = device.begin(step, (own, updated))  # waits for the previous update, too
+            own, updated = device.begin(step, (own, updated))  # the copies wait for the previous update, too
             for index, values in updated[1].items():
                 new[index].layers[previous] = values
             with jax.named_scope(str(step.use)):

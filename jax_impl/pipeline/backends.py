@@ -12,7 +12,7 @@ from jax_impl.pipeline.programs import PIPELINE_AXIS, TENSOR_AXIS, StagedParamet
 
 BACKENDS = ("pmap", "shard_map")
 SLOTS = ("canonical", "fused")
-"""Whether a slot runs one action, or a forward and a backward; see diptych.plans.schedule.lockstep."""
+"""Kinds of slots: one action, or a forward and a backward; see diptych.plans.schedule.lockstep."""
 
 
 def by_pmap(local: Callable, mesh: Mesh) -> Any:
@@ -52,9 +52,9 @@ def by_shard_map(
     Args:
         local: see by_pmap.
         mesh: mesh with the axis of the pipeline and others that divide the data.
-        batch_specs: which axis of the mesh divides which axis of the batch.
-        collected_specs: the same for what the last stage collected; None: it is equal on every device.
-        gradient_specs: the same for gradients; None: they are staged as the parameters.
+        batch_specs: PartitionSpecs of the batch.
+        collected_specs: PartitionSpec of the values that the last stage collected; None: it is equal on every device.
+        gradient_specs: PartitionSpecs of the gradients; None: they are staged as the parameters.
     """
     collected_specs = PartitionSpec() if collected_specs is None else collected_specs
     params: Any = staged_specs(mesh)

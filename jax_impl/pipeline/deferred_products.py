@@ -1,14 +1,15 @@
 """The split of any backward into I and W: matrix products that only gradients of parameters need are left to W.
 
-The backward is traced once. Every operation that the gradient of the input needs belongs to I. Of the others, those
-that lead to a matrix product or a convolution, and what follows from it, belong to W; the rest also runs in I, because
-its results, such as the gradient of a bias, are smaller than its operands. I saves what W reads of its own.
+The backward is traced once. Every operation that the gradient of the input needs belongs to I. If the gradient of a
+parameter needs a further matrix product or convolution, its remaining operations belong to W. The other gradients are
+also computed in I, because a result such as the gradient of a bias is smaller than its operands. I saves the values of
+I that W reads.
 
-Under shard_map, what W reads back varies over all mesh axes, and an operation that was traced for a value equal on some
-devices, such as the indices of a sort, would refuse it. Such values are not saved: W computes them from the task where
-that is possible; otherwise I also runs what reads them.
+Under shard_map, values that W reads back vary over all mesh axes, and an operation that was traced for a value equal on
+some devices, such as the indices of a sort, would refuse them. Values equal on some devices are therefore not saved: W
+computes them from the task where that is possible; otherwise I also runs the operations that read them.
 
-Operations inside of a scan, a loop or a recomputed block are not separated: they run in I if it needs any of them.
+Operations inside a scan, a loop or a recomputed block are not separated: all run in I if I needs one of them.
 """
 
 from collections.abc import Callable, Set
@@ -31,7 +32,7 @@ class DeferredProducts:
     Args:
         backward: function of the task and further arguments that returns ``(results, gradients)``: a pytree that I must
             return, and the gradients of the parameters by name.
-        task: the task. W gets it again; what is computed from a state that may change is among the residuals.
+        task: the task, which W gets again. Values computed from a state that may change are among the residuals.
         others: the further arguments; only I has them.
     """
 
@@ -113,7 +114,7 @@ def _in_rest(program: Any, in_first: set[int], outputs: list[Any], num_of_task: 
 
 
 def _needed(program: Any, outputs: list[Any], without: Set[int] = frozenset()) -> set[int]:
-    """Return the indices of the equations that lead to some variables, except ``without`` and what only these need."""
+    """Return the indices of equations that lead to some variables, except ``without`` and equations only it needs."""
     read = set(outputs)
     needed = set()
     for index in reversed(range(len(program.eqns))):

@@ -120,7 +120,7 @@ def run_lockstep(
 
 
 def _total(x: Array) -> Array:
-    """Return the sum over the pipeline in the type of its terms; of booleans, lax.psum returns whole numbers."""
+    """Return the sum over the pipeline in the type of its terms; lax.psum of booleans returns integers."""
     return lax.psum(x, PIPELINE_AXIS).astype(x.dtype)
 
 
@@ -322,7 +322,7 @@ class _Execution:
         return self._run_program_of(row.weights_stage, run, result)
 
     def _place_buffer(self, name: str, buffer: Array) -> Array:
-        """Place a buffer of values that move on the host, if its slots are large enough, and return it."""
+        """Move a buffer to the host if its values are to be offloaded and its slots are large enough, and return it."""
         slot_bytes = buffer[0].size * buffer.dtype.itemsize
         if not name.startswith(MOVING) or slot_bytes < self._stages.min_offload_bytes:
             return buffer
@@ -330,7 +330,7 @@ class _Execution:
         return jax.device_put(buffer, jax.memory.Space.Host)
 
     def _store_residuals(self, buffers: dict[str, Array], slot: Array, values: dict[str, Array]) -> dict[str, Array]:
-        """Store the saved values of a forward in the buffers and return them; slots without a forward move nothing."""
+        """Store the saved values of a forward and return the buffers; slots without a forward move nothing."""
         if not any(map(is_on_host, buffers.values())):
             return _store(buffers, slot, values)
 

@@ -119,11 +119,11 @@ class PipelineExecutor:
         self._layout = PackedLayout(own, ranks)
         self._state_layout = PackedLayout([[*map(_shape_of, user.state)] for user in self._users], ranks)
         self._static: dict[tuple, list[dict[int, Any]]] = {}
-        """Numbers of the state of every stage that are read from the modules, by the key of _runs."""
+        """Python numbers in the state of every stage that a step reads from the modules, by the key of _runs."""
         self._own_state: tuple[Any, list[Set[int]]] = (None, [])
-        """The last state that was returned, and for every stage the indices of numbers that it has from the modules.
+        """The last returned state, and for every stage the indices of its Python numbers that came from the modules.
 
-        They need no check: a mode may change while training goes on."""
+        These numbers need no check: a mode may change during training."""
         self._runs: dict[tuple, Any] = {}
         """Compiled steps by kind, whether a state is given, and the stages, whose mode may change."""
 
@@ -131,11 +131,11 @@ class PipelineExecutor:
         """Distribute parameters, moments, or other trees of their structure over the ranks.
 
         Args:
-            parameters: a pytree for each stage, in the structure of its parameters; of a shared parameter, the first
-                stage's counts. Leaves are broadcast to the shapes of the parameters. None: those of the nnx modules.
+            parameters: a pytree for each stage, in the structure of its parameters. A shared parameter is read from its
+                first stage. Leaves are broadcast to the shapes of the parameters. None: those of the nnx modules.
 
         Raises:
-            ValueError: the structure or a shape is another one.
+            ValueError: the structure or a shape differs from that of the parameters.
         """
         if parameters is None:
             self._read_modules()
@@ -156,7 +156,8 @@ class PipelineExecutor:
         """Return staged parameters or gradients as one pytree for each stage, on the default device."""
         if not isinstance(staged, StagedParameters):
             raise ValueError(
-                f"staged: expected parameters or gradients as a step has them, got {type(staged).__name__}"
+                f"staged: expected StagedParameters, got {type(staged).__name__}; pass the result of stage_parameters "
+                "or the gradients of a step"
             )
         host = jax.tree.map(whole_array, staged)
         values = self._layout.unstack(host.layers)
@@ -217,7 +218,7 @@ class PipelineExecutor:
         return self._run("forward", params, inputs, None, state)[0][0]
 
     def _state_of_modules(self) -> dict[str, Array]:
-        """Return what initial_state returns."""
+        """Return the state of the nnx modules, distributed over the ranks; see initial_state."""
         self._read_modules()
         state = StagedParameters(self._state_layout.stack([[*user.state] for user in self._users]), [])
         return jax.tree.map(jax.device_put, state, shardings_of(state, self.mesh)).layers
@@ -225,7 +226,7 @@ class PipelineExecutor:
     def _run(
         self, kind: str, params: Any, inputs: Any, targets: Any, state: Any
     ) -> tuple[Any, Sequence[Mapping[int, Any]]]:
-        """Check the data, run a step, and return its result and the numbers that every stage reads from its module."""
+        """Check the data, run a step, and return its result and the Python numbers that stages read from modules."""
         if not isinstance(params, StagedParameters):
             raise ValueError(
                 f"params: expected the result of stage_parameters, got {type(params).__name__}; call "
@@ -268,10 +269,10 @@ class PipelineExecutor:
         return result, static
 
     def _check_numbers(self, static: Sequence[Mapping[int, Any]], state: Any) -> None:
-        """Check that a state, such as one from a checkpoint, has the numbers that a step reads from the modules.
+        """Check that a state, such as one from a checkpoint, has the Python numbers that a step reads from the modules.
 
         Raises:
-            ValueError: it has another one.
+            ValueError: a number of the state differs from that of its module.
         """
         own, from_modules = self._own_state
         known = from_modules if state is own else [set() for _ in static]
@@ -325,7 +326,7 @@ class PipelineExecutor:
         return leaves
 
     def _make_run(self, kind: str, has_state: bool) -> Any:
-        """Return the function of a kind of step by a backend."""
+        """Return the function that runs a kind of step on all devices."""
 
         def local(params: StagedParameters, batch: Microbatches) -> tuple[Any, StagedParameters]:
             return self._local(kind, has_state, params, batch)
@@ -375,8 +376,8 @@ class PipelineExecutor:
             )
         if self._keep == "inputs":
             raise ValueError(
-                f"keep: expected 'residuals', since {who} and backward would run them with the changed ones, got "
-                "'inputs'"
+                f"keep: expected 'residuals', since {who} and backward would run the stages again with the changed "
+                "values, got 'inputs'; leave keep out"
             )
 
 
@@ -409,7 +410,7 @@ def split_batch(batch: Any, num_microbatches: int) -> Any:
 
 
 def _mean_of_replicas(x: Array) -> Array:
-    """Return the mean over replicas; of whole numbers the maximum, since counters are equal on all of them."""
+    """Return the mean over replicas, or the maximum of integers, because counters are equal on all replicas."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return jax.lax.pmean(x, DATA_AXIS)
     return jax.lax.pmax(x, DATA_AXIS)
@@ -469,7 +470,7 @@ def _check_own_state(users: Sequence[UserStage]) -> None:
 
 
 def _of_all(trees: Sequence[Any], num_stages: int) -> Sequence[Any]:
-    """Return one tree for each stage, after a check."""
+    """Check that there is one tree for each stage, and return the trees."""
     if not isinstance(trees, list | tuple) or len(trees) != num_stages:
         got = len(trees) if isinstance(trees, list | tuple) else type(trees).__name__
         raise ValueError(f"parameters: expected a list of {num_stages}, one pytree for each stage, got {got}")

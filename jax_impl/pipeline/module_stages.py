@@ -57,7 +57,7 @@ class UserStage:
         identities: identity of each parameter, for nnx modules, which may share variables.
         state_identities: name of each other variable by its identity.
         state_names: dotted name of each entry of the state.
-        static: numbers of the state, by index, that the last traced call has read from the module and not changed.
+        static: Python numbers of the state, by index, that the last trace read from the module and left unchanged.
     """
 
     key: Any
@@ -93,7 +93,7 @@ def stage_of_function(function: Callable[..., Any], params: Any) -> UserStage:
 def stage_of_module(module: nnx.Module) -> UserStage:
     """Return the stage of an nnx module; what is not an nnx.Param is its state.
 
-    A number of Python in a variable is static, like a mode, unless the call changes it.
+    A Python number in a variable is static, like a mode, unless the call changes it.
     """
     graph, params, rest = nnx.split(module, nnx.Param, ...)
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
@@ -155,15 +155,15 @@ _NEEDS_NUMBER = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-"""Errors of code that reads an array of a transformation as a number."""
+"""Errors of code that reads a traced array as a Python number."""
 
 
 @contextmanager
 def _naming_numbers(module: nnx.Module, paths: Sequence[tuple]) -> Iterator[None]:
-    """Name the numbers of a module that are arrays in a call, if it needs one of them as a number.
+    """Raise an error that names the traced numbers of a module, if a call needs one of them as a Python number.
 
     Raises:
-        ValueError: it does.
+        ValueError: the call needs a traced number.
     """
     try:
         yield
@@ -187,18 +187,18 @@ def _is_same_number(found: Any, number: Any) -> bool:
 
 
 def _as_state(number: Any, old: Any) -> Any:
-    """Return a number of Python as an entry of the state, with the type of the entry before it."""
+    """Return a Python number as an entry of the state, with the type of its previous value."""
     return jnp.where(old == old, number, number).astype(old.dtype)  # varies over the mesh as the old entry does
 
 
 def is_number_in_state(number: Any, leaf: Any) -> bool:
-    """Return True if an entry of a state is a number of Python."""
+    """Return True if an entry of a state is equal to a Python number."""
     own = np.asarray(_numbers(number))
     return np.array_equal(own, np.asarray(leaf), equal_nan=np.issubdtype(own.dtype, np.inexact))
 
 
 def _given(value: Any, array: Any) -> Any:
-    """Return an array of the state as a module has it: as a typed key, or as weakly typed as a number of Python."""
+    """Return an array of the state as its module holds it: as a typed key, or weakly typed for a Python number."""
     if is_key(value):
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(value))
     if _is_number(value) and not isinstance(value, bool):
@@ -214,7 +214,7 @@ def _other_variables(module: nnx.Module) -> str:
 
 
 def _identity(variables: Mapping[tuple, Any], path: tuple) -> Any:
-    """Return what identifies a leaf: its variable, and its place in the variable's value if that is a tree."""
+    """Return the identity of a leaf: its variable, and its place in the variable's value if that is a tree."""
     end = next(end for end in range(len(path), 0, -1) if path[:end] in variables)
     return id(variables[path[:end]]), path[end:]
 
@@ -226,7 +226,7 @@ def state_of_module(module: nnx.Module, leaves: Sequence[Any]) -> nnx.State:
 
 
 def _updated(old: Any, leaf: Any) -> Any:
-    """Return the new value of a variable, which stays a number of Python if it is the same."""
+    """Return the new value of a variable, which stays a Python number if its value is unchanged."""
     if is_key(old):
         return jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(old))
     if _is_number(old) and is_number_in_state(old, leaf):
@@ -248,7 +248,7 @@ class ModuleProgram:
     sent: _Message
 
     def select(self, task: Task) -> dict[str, Array]:
-        """Return the parameters of a stage by their index, as text; names need not be unique."""
+        """Return the parameters of a stage by index (as text), because their names need not be unique."""
         own = self.stages.params.select(task.params.layers, self.number, task.stage)
         shared = self.stages.shared_by[self.number]
         return {str(i): task.params.ends[shared[i]] if i in shared else value for i, value in enumerate(own)}
@@ -389,7 +389,7 @@ class ModuleStages:
         return jnp.asarray(loss)
 
     def _find_messages(self, users: Sequence[UserStage], data: Any) -> list[_Message]:
-        """Return the structures of what enters each stage, and of the loss or the last output."""
+        """Return the structure of the message to each stage, and of the loss or the last output."""
         messages = [_message(data.inputs)]
         for n, user in enumerate(users):
             last = n == len(users) - 1
@@ -439,7 +439,7 @@ def _call(function: Callable[..., Any], params: Any, x: Any) -> Any:
 
 
 def _arrays(y: Any, stage: int) -> Any:
-    """Return an output with arrays in the place of numbers, after a check."""
+    """Check an output, and return it with arrays in place of numbers."""
     for leaf in jax.tree.leaves(y):
         if not isinstance(leaf, Array | np.ndarray | np.generic | int | float | complex):
             raise ValueError(
@@ -459,21 +459,21 @@ def _message(tree: Any) -> _Message:
 
 
 def _like(x: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an array, of its shape, or of a number."""
+    """Return the shape and dtype of an array, a jax.ShapeDtypeStruct or a number."""
     return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype if hasattr(x, "dtype") else jnp.result_type(x))
 
 
 def _numbers(x: Any) -> Any:
-    """Return an array of numbers: the data of a typed random key, of a number an array, any other array itself."""
+    """Return the data of a typed random key, a number as an array, or any other array itself."""
     return jax.random.key_data(x) if is_key(x) else x if hasattr(x, "dtype") else jnp.asarray(x)
 
 
 def _hashable(key: Any) -> Any:
-    """Return a key, wrapped if it has no hash, as that of a module with a list or a dict as an attribute."""
+    """Return a key, wrapped if it has no hash, such as that of a module with a list or a dict as an attribute."""
     try:
         hash(key)
     except TypeError:
-        return _ByEquality(copy.deepcopy(key))  # what has no hash may be changed in place
+        return _ByEquality(copy.deepcopy(key))  # a value without a hash may be changed in place
     return key
 
 

@@ -31,7 +31,7 @@ class OptimizerShares:
         """Number of devices with the same parameters."""
         whole = staged_specs(mesh)
         self.specs = StagedParameters(*(PartitionSpec(*spec, self.axes) for spec in whole))
-        """Which axes of the mesh divide the axes of shares: [p * n, entries] of layers; [n, entries] or [entries]."""
+        """PartitionSpecs of the shares: [p * n, entries] of layers; [n, entries] or [entries] of the ends."""
         self._divide = jax.shard_map(
             self._own_shares, mesh=mesh, in_specs=(whole,), out_specs=self.specs, check_vma=False
         )

@@ -42,7 +42,7 @@ class PackedLayout:
                 self._begins[dtype].append(ends[dtype][rank])
                 ends[dtype][rank] += size
         self.lengths = {dtype: max(of_ranks) for dtype, of_ranks in ends.items()}
-        """Length of the vector of every rank: that of the largest."""
+        """Length of every rank's vector by dtype: the largest sum of sizes on one rank."""
 
     def key(self, stage: int) -> tuple:
         """Return a key that is equal for stages whose arrays have the same places within their parts."""

@@ -24,7 +24,7 @@ def longest_vectors(groups: Iterable[Sequence[jax.ShapeDtypeStruct]]) -> dict[st
 
 
 def pack(arrays: Sequence[Array], vectors: Mapping[str, jax.ShapeDtypeStruct]) -> Packed:
-    """Concatenate arrays by dtype and pad with zeros. Of typed random keys, their data is packed."""
+    """Concatenate arrays by dtype, typed random keys by the dtype of their data, and pad with zeros."""
     arrays = [jax.random.key_data(array) if is_key(array) else array for array in arrays]
     packed = {}
     for dtype, vector in vectors.items():
@@ -58,7 +58,7 @@ def _like_of_numbers(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _implementation(like: jax.ShapeDtypeStruct) -> Any:
-    """Return the random generator of typed keys of a shape."""
+    """Return the random generator of typed keys, from their shape and dtype."""
     found: list[Any] = []
     jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), like)
     return found[0]

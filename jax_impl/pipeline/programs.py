@@ -1,4 +1,4 @@
-"""What the executor needs to know of stages, whether they are parts of this project's model or functions of a user."""
+"""The interface between the executor and stages, which are parts of this project's model or functions of a user."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -121,7 +121,7 @@ class StagePrograms(Protocol):
 
     @property
     def min_offload_bytes(self) -> int:
-        """Bytes from which a slot of saved values that move is in host memory."""
+        """Smallest size in bytes at which a slot of saved values moves to the host."""
         ...
 
     @property
@@ -139,5 +139,5 @@ class StagePrograms(Protocol):
         ...
 
     def collected(self, batch: Any) -> Any:
-        """Return what the last stage returns of a microbatch, as zeros: the loss, or a pytree of arrays."""
+        """Return zeros like the result of the last stage for a microbatch: the loss, or a pytree of arrays."""
         ...

@@ -5,15 +5,14 @@ residuals of jax.vjp that the recompute settings leave, and replays only what th
 
 The residuals are stored in slots. A pull-back of JAX is a tree whose leaves are arrays. Leaves computed from parameters
 alone (a weight, its cast to bfloat16) are available anyway and are not saved. The others are concatenated into one
-vector for each dtype, as long as the longest of all stages, so that different stages share a buffer; those of layers
-whose values move to the host, into vectors of their own. Backward traces
-the stage again to get a pull-back with the same tree and replaces its leaves by the saved ones. XLA removes operations
-that lead only to replaced leaves.
+vector for each dtype. It is as long as the longest of all stages, so that different stages share a buffer. Leaves of
+layers whose values move to the host have separate vectors. Backward traces the stage again to get a pull-back with the
+same tree and replaces its leaves by the saved ones. XLA removes operations that lead only to replaced leaves.
 
 If the schedule splits the backward, I computes all gradients except those of the weights of linear maps. Instead it
 saves the input of each map and the gradient of its output, and W multiplies them. I and W together compute the same
-matrix products as B. In this project's model, linear maps hand over both (linear_products.LinearTaps), also from inside
-of a recomputed block. In functions of a user, deferred_products.py finds the products in the traced backward.
+matrix products as B. In this project's model, linear maps give both to linear_products.LinearTaps, also inside a
+recomputed block. In functions of a user, deferred_products.py finds the products in the traced backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,11 +56,11 @@ class Backward(NamedTuple):
 
 
 MOVING = "moving "
-"""Begins the names of packed values that move to the host."""
+"""Prefix of the names of packed values that move to the host."""
 
 
 class _Leaves(NamedTuple):
-    """Something for the residuals that stay on the device, and for those that move to the host."""
+    """A pair of values, for residuals that stay on the device and for residuals that move to the host."""
 
     staying: Any
     moving: Any
@@ -102,7 +101,7 @@ class StageAutodiff:
             )
         )
         self.residual_shapes = _joined_vectors(self._vectors)
-        """Shapes of the packed values that a forward saves for backward; MOVING begins the names of those that move."""
+        """Shapes of the packed values that a forward saves for backward; those that move have the prefix MOVING."""
         self._products = {
             program: self._find_products(program, task, x) for program in programs if split and program.defers_products
         }
@@ -231,12 +230,12 @@ def differentiable(tree: Any) -> Any:
 
 
 def _without(tree: Any, part: Any) -> Any:
-    """Return a pytree with None for every array of a part of it."""
+    """Return a pytree with None for every array that ``part`` has."""
     return jax.tree.map(lambda own, x: None if own is not None else x, part, tree, is_leaf=lambda x: x is None)
 
 
 def _joined(part: Any, others: Any) -> Any:
-    """Return the arrays of a part of a pytree, and from ``others`` those that are None in it."""
+    """Return a pytree with the arrays of ``part``, and with arrays of ``others`` where ``part`` has None."""
     return jax.tree.map(lambda own, x: x if own is None else own, part, others, is_leaf=lambda x: x is None)
 
 

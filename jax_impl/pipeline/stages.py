@@ -204,7 +204,7 @@ class Program:
 
     @property
     def defers_products(self) -> bool:
-        """False, because linear maps hand over the operands of their weight gradients."""
+        """False, because linear maps give the operands of their weight gradients to LinearTaps."""
         return False
 
     def tap_shapes(self, task: Task, x: Array) -> dict[str, LinearTap]:
@@ -300,7 +300,7 @@ class Stages:
 
     @property
     def min_offload_bytes(self) -> int:
-        """Bytes from which a slot of saved values that move is in host memory."""
+        """Smallest size in bytes at which a slot of saved values moves to the host."""
         return self.config.activation_offload_min_bytes
 
     def message(self, batch: Batch) -> Array:
@@ -310,7 +310,7 @@ class Stages:
         return jnp.zeros((sequences, tokens, self.config.stage_width), self.config.compute_dtype)
 
     def collected(self, batch: Batch) -> Array:
-        """Return the loss of a microbatch, of zeros."""
+        """Return a zero with the type of the loss of a microbatch."""
         del batch
         return jnp.zeros((), self.config.params_dtype)
 
@@ -368,7 +368,7 @@ class Stages:
         return result
 
     def sum_over_tensor_parallel(self, gradients: StagedParameters) -> StagedParameters:
-        """Sum gradients of which every tensor-parallel rank has a part; a rank's, without the axis of ranks."""
+        """Sum gradients of one rank, without an axis of ranks, of which every tensor-parallel rank has a part."""
         if self.tensor_parallel.size == 1:
             return gradients
 
@@ -379,7 +379,7 @@ class Stages:
         return self._by_name(total, gradients)
 
     def shares_counted(self, staged: StagedParameters) -> StagedParameters:
-        """Return for staged arrays factors with which a sum over all ranks counts every entry of a parameter once."""
+        """Return factors for staged arrays, with which a sum over all ranks counts every entry of a parameter once."""
         size = self.tensor_parallel.size
 
         def shares(name: str, x: Array | jax.ShapeDtypeStruct) -> np.ndarray:
@@ -394,13 +394,13 @@ class Stages:
         return self._by_name(shares, staged)
 
     def _split_of(self, name: str, x: Array | jax.ShapeDtypeStruct) -> Split | None:
-        """Return the division of a parameter along the axes of an array that has some more before those."""
+        """Return the division of a parameter, for an array that has further axes before those of the parameter."""
         spec = self.specs[name]
         split = spec.split
         return None if split is None else split._replace(axis=split.axis + x.ndim - len(spec.shape))
 
     def _by_name(self, change: Callable[[str, Array], Any], staged: StagedParameters) -> StagedParameters:
-        """Change every array of a staged tree; those of layers have the name of one of the layers of their kind."""
+        """Change every array of a staged tree by name; a stack has the name of the parameter in one of its layers."""
         numbers = {index.kind: number for number, (*_, index) in self.by_layer().items()}
         layers = tuple(
             {
@@ -426,7 +426,7 @@ def divide_model(
         config: configuration of the whole model.
         schedule: defines the rank of each stage.
         training: True if programs use dropout.
-        gradient_factor: by how much the gradients of backward are larger than those of a step's loss.
+        gradient_factor: factor by which the gradients of backward exceed the gradients of a step's loss.
     """
     counts = layers_by_stage(config)
     size = config.tensor_model_parallel_size

@@ -127,7 +127,7 @@ class PipelineStep:
 
         Returns:
             Loss in nats per token and gradients staged as params; if forward only, the losses of the microbatches [m].
-            With use_distributed_optimizer, several devices with the same parameters have the shares of the gradients.
+            With use_distributed_optimizer, each of the devices with the same parameters has a share of the gradients.
 
         Raises:
             ValueError: the shapes do not match each other, the mesh or the schedule.
@@ -201,7 +201,7 @@ class PipelineStep:
         else:
             losses, gradients = run_lockstep(self.stages, table, self.keep, axes, params, batch, self.moved)[:2]
         if TENSOR_AXIS in axes:
-            losses = lax.pmean(losses, TENSOR_AXIS)  # all of these ranks have the same
+            losses = lax.pmean(losses, TENSOR_AXIS)  # all tensor-parallel ranks have the same losses
         gradients = self.stages.sum_over_tensor_parallel(gradients)
         if self.divides_gradients:
             return losses, self.shares.mean_of_shares(gradients)
@@ -257,7 +257,7 @@ class PipelineStep:
 
 
 def _batch_specs(mesh: Mesh) -> Batch:
-    """Return which axis of the mesh divides which axis of the batch."""
+    """Return the PartitionSpec of each array of the batch."""
     replicated = PartitionSpec()
     data, context = (axis if axis in mesh.axis_names else None for axis in (DATA_AXIS, CONTEXT_AXIS))
     samples = PartitionSpec(None, data)

@@ -21,8 +21,9 @@ def run_wavefront(
 ) -> tuple[Array, StagedParameters]:
     """Return the losses of the microbatches and the gradients of their mean.
 
-    Arguments and result are those of run_lockstep. With keep "inputs", a slot saves the messages between ranks and is
-    replayed in backward. With "residuals", it saves the values that the recompute settings leave.
+    See run_lockstep for the arguments. With forward_only, the gradients have no leaves. With keep "inputs", a slot
+    saves the messages between ranks and is replayed in backward. With "residuals", it saves the values that the
+    recompute settings leave.
     """
     params, batch = vary((params, batch), axes)
     (program,) = stages.programs

@@ -1,7 +1,7 @@
-"""Calls of jax.checkpoint inside of a function that runs in an outer one with a policy.
+"""Calls of jax.checkpoint inside a function that runs in an outer jax.checkpoint with a policy.
 
-JAX applies the policy of the outer one to the operations inside of the inner ones as well, and so saves what their
-author wanted to drop. Here each inner call becomes an opaque call, whose results are saved and whose values are not.
+JAX applies the outer policy to the operations of inner calls as well, and so saves values that their author wanted to
+drop. Here each inner call becomes an opaque call, whose results are saved and whose intermediate values are not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from jax_impl.traced_programs import CALLS, part_of, value_of, variables
 def keep_inner_checkpoints(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function whose inner calls of jax.checkpoint keep only their arguments and results for backward.
 
-    A call with a policy of its own, or inside of a while loop, stays as it is.
+    A call with its own policy, or inside a while loop or a function with a custom derivative, is not changed.
 
     Args:
         function: function of pytrees of arrays.
@@ -31,7 +31,7 @@ def keep_inner_checkpoints(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _evaluate(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a program with opaque calls in the places of its inner checkpoints."""
+    """Evaluate a program with opaque calls in place of its inner checkpoints."""
     jaxpr = program.jaxpr
     if not _has_checkpoint(jaxpr):
         return jaxpr_as_fun(program)(*args)
@@ -60,7 +60,7 @@ def _evaluate(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 
 
 def _replaced(program: ClosedJaxpr) -> ClosedJaxpr:
-    """Return the body of a loop or a branch with opaque calls in the places of its inner checkpoints."""
+    """Return the body of a loop or a branch with opaque calls in place of its inner checkpoints."""
     return jax.make_jaxpr(lambda *args: _evaluate(program, args))(*program.in_avals)
 
 
@@ -69,7 +69,7 @@ def _branches(equation: Any) -> tuple[ClosedJaxpr, ...]:
 
 
 def _on_mesh(program: ClosedJaxpr, params: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the function of a call of shard_map, with opaque calls in the places of its inner checkpoints."""
+    """Return the function of a call of shard_map, with opaque calls in place of its inner checkpoints."""
     return jax.shard_map(
         lambda *args: tuple(_evaluate(program, args)),
         mesh=params["mesh"],
@@ -81,7 +81,7 @@ def _on_mesh(program: ClosedJaxpr, params: Mapping[str, Any]) -> Callable[..., A
 
 
 def _called(equation: Any) -> ClosedJaxpr | None:
-    """Return the program that an equation calls, if it has a checkpoint in it."""
+    """Return the program that an equation calls if the program contains a checkpoint, else None."""
     called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     if called is None or not any(map(_has_checkpoint, jaxprs_in_params(equation.params))):
         return None
@@ -89,7 +89,7 @@ def _called(equation: Any) -> ClosedJaxpr | None:
 
 
 def _is_checkpoint(equation: Any) -> bool:
-    """Return True for a call of jax.checkpoint, whose primitive has another name in each release."""
+    """Return True for a call of jax.checkpoint, found by its parameters: its primitive's name differs by release."""
     return {"prevent_cse", "policy", "differentiated"} <= equation.params.keys()
 
 

@@ -31,8 +31,8 @@ _OUTSIDE = "outside"
 _INSIDE = "inside"
 _OFF = "off"
 _place_of_call = jax.make_user_context(_OUTSIDE)
-"""Whether a chosen submodule is called outside of its block, inside, or while recompute is switched off. It is part of
-the keys of JAX's caches, so that a program that was traced in one place is not used in another."""
+"""The place of a call: outside of a block, inside, or with recompute switched off. It is part of the keys of JAX's
+caches, so that a program that was traced in one place is not used in another."""
 
 
 class RecomputedModules:
@@ -54,7 +54,7 @@ class RecomputedModules:
                 setattr(module, _LABEL, labels[name])
 
     def remove(self) -> None:
-        """Give the modules their own classes back. A second call does nothing.
+        """Restore the classes of the modules. A second call does nothing.
 
         Raises:
             ValueError: a module got another class later; undo that first.
@@ -74,7 +74,7 @@ class RecomputedModules:
             options: keyword arguments of the model.
 
         Returns:
-            Bytes by the pattern of the submodule, of each block (what is neither in a chosen submodule of it), and
+            Bytes by pattern: for each chosen submodule, for each block without its chosen submodules, and under
             ``""`` for the rest of the model. The sums are the bytes of the whole model.
 
         Raises:
@@ -91,11 +91,12 @@ class RecomputedModules:
 
 
 def recompute_modules(model: Any, modules: Any) -> Any:
-    """Make submodules drop what they save for backward, and their outputs, and compute both again in backward.
+    """Make submodules drop their outputs and the values saved for backward, and compute both again in backward.
 
-    Of a function, values that it names with jax.ad_checkpoint.checkpoint_name are dropped.
+    A function drops values that it names with jax.ad_checkpoint.checkpoint_name.
 
-    Gradients, state and random numbers are those of the plain model. Names of parameters stay, and so do checkpoints.
+    Gradients, state and random numbers are those of the plain model. Names of parameters do not change, so checkpoints
+    stay valid.
 
     Example::
 
@@ -104,12 +105,12 @@ def recompute_modules(model: Any, modules: Any) -> Any:
 
     Args:
         model: an nnx.Module, which is changed in place, or a function of arrays and pytrees.
-        modules: of an nnx.Module, patterns of submodules by patterns of blocks; ``*`` stands for any text without a
-            dot, and ``""`` for the whole model. Of a function, patterns of the checkpoint names whose values are
-            dropped, with ``*`` for any text; other values are saved.
+        modules: for an nnx.Module, a dict from patterns of blocks to patterns of their submodules; ``*`` stands for any
+            text without a dot, and ``""`` for the whole model. For a function, patterns of the checkpoint names whose
+            values are dropped, with ``*`` for any text; other values are saved.
 
     Returns:
-        Of an nnx.Module a handle, whose remove() undoes all and whose report(inputs) lists bytes; of a function, the
+        For an nnx.Module, a handle: remove() undoes all changes, and report(inputs) returns bytes. For a function, the
         function with recompute.
 
     Raises:
@@ -145,7 +146,7 @@ def recompute_modules(model: Any, modules: Any) -> Any:
 
 @cache
 def _block_class(kind: type) -> type:
-    """Return the class of blocks of a class."""
+    """Return the subclass of a class for blocks."""
 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(_scope(self)):
@@ -162,13 +163,13 @@ def _block_class(kind: type) -> type:
 
 
 def _checkpoint(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that saves everything for backward but the results of opaque calls."""
+    """Return a function that saves everything for backward except what opaque calls drop."""
     return jax.checkpoint(keep_inner_checkpoints(run), policy=except_opaque_calls)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @cache
 def _recomputed_class(kind: type) -> type:
-    """Return the class of dropped submodules of a class."""
+    """Return the subclass of a class for chosen submodules."""
 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(_scope(self)):
@@ -180,7 +181,7 @@ def _recomputed_class(kind: type) -> type:
 
 
 def _scope(module: nnx.Module) -> str:
-    """Return the name of a module's scope, from which report knows where a value was made."""
+    """Return the name of a module's scope, by which report attributes values to modules."""
     return PREFIX + (getattr(module, _LABEL) or "model")
 
 

@@ -1,8 +1,9 @@
 """Recompute of values that a function names with jax.ad_checkpoint.checkpoint_name.
 
-A policy that refuses a name does not free the value: the operation that made it is saved under no name. Here the
-function is traced, and the operations that make a dropped value become an opaque call, whose result is not saved: the
-operation itself, and the elementwise operations and reductions before it that nothing else reads, such as a whole norm.
+A policy that refuses a name does not free the value, because JAX saves the result of the operation before the name.
+Here the function is traced, and the operations that make a dropped value become an opaque call, whose result is not
+saved. These are the operation itself, and elementwise operations and reductions before it whose results nothing else
+reads, such as a whole norm.
 """
 
 import fnmatch
@@ -29,18 +30,17 @@ _ELEMENTWISE = (
 _REDUCTIONS = "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum"
 _SHAPES = "broadcast_in_dim concatenate expand_dims iota pad reshape rev slice split squeeze transpose"
 _CHEAP = frozenset(f"{_ELEMENTWISE} {_REDUCTIONS} {_SHAPES}".split())
-"""Operations that are computed again for the memory of their results."""
+"""Operations cheap enough to be computed again in backward."""
 _SAME_VALUE = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "reduce_precision", "name"})
-"""Operations whose result is not worth saving for itself."""
+"""Operations whose result has the value of their operand, so that a dropped result drops the operand too."""
 
 
 def drop_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
     """Return a function that drops the values whose checkpoint names match a pattern.
 
     Args:
-        function: function of pytrees and nnx modules, whose state it may change. Leaves that are no arrays of JAX, such
-            as numbers, texts, functions and arrays of NumPy, are not traced, neither in its arguments nor in its
-            results.
+        function: function of pytrees and nnx modules, whose state it may change. Leaves that are not JAX arrays, such
+            as numbers, texts, functions and NumPy arrays, are not traced, neither in arguments nor in results.
         names: patterns, with ``*`` for any text.
 
     Raises:
@@ -99,7 +99,7 @@ def _names_in(program: Jaxpr) -> set[str]:
 
 
 def _evaluate(program: Jaxpr, constants: Sequence[Any], patterns: Sequence[str], *args: Any) -> list[Any]:
-    """Evaluate a jaxpr; operations that make a dropped value leave no residuals but what they read."""
+    """Evaluate a jaxpr; the operations that make a dropped value save only their operands for backward."""
     values: dict[Var, Any] = dict(zip((*program.constvars, *program.invars), (*constants, *args), strict=True))
     regions = _regions(program, _dropped(program, patterns))
     inside = {id(equation) for region in regions.values() for equation in region[:-1]}
@@ -131,7 +131,7 @@ def _evaluate(program: Jaxpr, constants: Sequence[Any], patterns: Sequence[str],
 
 
 def _function_of(program: Jaxpr, equations: Sequence[Any]) -> tuple[list[Var], Callable[..., list[Any]]]:
-    """Return what some equations read, and the function from it to the results of the last one."""
+    """Return the variables that some equations read, and a function from them to the last equation's results."""
     made = {variable for equation in equations for variable in equation.outvars}
     reads = [x for equation in equations for x in equation.invars if not isinstance(x, Literal) and x not in made]
     operands = [*dict.fromkeys(reads)]
@@ -176,7 +176,7 @@ def _regions(program: Jaxpr, dropped: set[Var]) -> dict[int, list[Any]]:
 
 
 def _is_cheap(equation: Any) -> bool:
-    """Return whether an equation has only elementwise operations, reductions and changes of shape, without names."""
+    """Return True if an equation has only elementwise operations, reductions and changes of shape, without names."""
     inner = [*jaxprs_in_params(equation.params)]
     if inner and equation.primitive.name in _CALLS:
         return all(_is_cheap(each) for program in inner for each in program.eqns)

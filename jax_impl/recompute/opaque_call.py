@@ -25,10 +25,10 @@ def without_residuals(function: Callable[..., Any], saves_results: bool = False)
     """Return a function that keeps only its arguments for backward.
 
     Args:
-        function: function of pytrees of arrays. It is evaluated again in backward. Results that depend on the same of
-            these pytrees are computed together, others apart: under vmap, jax.custom_vjp (JAX 0.10) counts the gradient
-            of a result that is equal for all samples once for each sample if another argument or result is not.
-        saves_results: False: except_opaque_calls refuses the results.
+        function: function of pytrees of arrays. It is evaluated again in backward. Results that depend on the same
+            pytrees are computed together, other results separately. Otherwise jax.custom_vjp (JAX 0.10) under
+            vmap counts the gradient of an unbatched result once per sample if another argument or result is batched.
+        saves_results: True: except_opaque_calls saves the results.
     """
 
     def call(*args: Any) -> Any:
@@ -62,15 +62,15 @@ def _with_arguments_alone(function: Callable[..., Any], saves_results: bool) -> 
 
 
 def _parts(program: ClosedJaxpr, sizes: Sequence[int]) -> Sequence[tuple[Sequence[int], Sequence[int], Callable]]:
-    """Divide a program by what its real or complex results depend on.
+    """Divide a program into one part for each set of arguments on which a real or complex result depends.
 
     Args:
         program: the program.
         sizes: number of leaves of each of the original arguments.
 
     Returns:
-        For each part the places of its arguments and of its results, and its function. It is one part if it has
-        callbacks, or if parts would repeat more of each other than the program is long.
+        For each part the indices of its arguments and of its results, and its function. The program stays one part if
+        it has effects such as callbacks, or if the parts together would be more than twice as long as the program.
     """
     jaxpr = program.jaxpr
     whole = [(range(len(jaxpr.invars)), range(len(jaxpr.outvars)), jaxpr_as_fun(program))]
@@ -82,7 +82,7 @@ def _parts(program: ClosedJaxpr, sizes: Sequence[int]) -> Sequence[tuple[Sequenc
     keys = sorted({on for on, is_inexact in zip(depends, inexact, strict=True) if is_inexact}, key=len)
     groups: dict[frozenset[int], list[int]] = {key: [] for key in keys}
     for place, on in enumerate(depends):
-        # whole numbers have no gradient, so that it suffices if they vary with the others
+        # integers have no gradient, so they join a part that reads their arguments anyway, if there is one
         groups[on if inexact[place] else next((key for key in keys if on <= key), keys[-1])].append(place)
     found = [(results, *_part(program, results)) for results in groups.values()]
     if len(keys) < 2 or sum(_length(part.jaxpr) for *_, part in found) > 2 * _length(jaxpr):
@@ -91,7 +91,7 @@ def _parts(program: ClosedJaxpr, sizes: Sequence[int]) -> Sequence[tuple[Sequenc
 
 
 def _part(program: ClosedJaxpr, results: Sequence[int]) -> tuple[list[int], ClosedJaxpr]:
-    """Return the places of the arguments that some results of a program depend on, and the program of these results."""
+    """Return the indices of the arguments on which some results depend, and the program of these results."""
     is_read = [place in results for place in range(len(program.jaxpr.outvars))]
     part, consts, inputs = dce_jaxpr_consts(program.jaxpr, is_read)
     constants = [value for value, is_const_read in zip(program.consts, consts, strict=True) if is_const_read]
@@ -105,7 +105,7 @@ def _length(program: Jaxpr) -> int:
 
 
 def except_opaque_calls(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """Decide as a policy of jax.checkpoint that everything is saved but the results of opaque calls.
+    """Save everything except the results of opaque calls without saves_results; a policy of jax.checkpoint.
 
     Complex values are not saved either: a compiled jax.checkpoint cannot save them (JAX 0.10 rounds residuals
     with reduce_precision, which takes real numbers only).
@@ -118,13 +118,13 @@ def except_opaque_calls(primitive: Any, *operands: Any, **params: Any) -> bool:
 
 
 def _in_memory_of(array: Array, gradient: Any) -> Any:
-    """Return a gradient in the memory of its array: JAX makes gradients that are zero on the device."""
+    """Return a gradient in the memory space of its array, because JAX makes zero gradients on the device."""
     space = jax.typeof(array).memory_space
     return jax.device_put(gradient, space) if space == jax.memory.Space.Host else gradient
 
 
 _MAKE_COMPLEX = ("complex", "fft", "eig")
-"""Operations that make complex values of real ones."""
+"""Operations with complex results of real operands."""
 
 
 def opaque_call(function: Callable[..., Any], *args: Any, saves_results: bool = False) -> Any:
@@ -133,7 +133,7 @@ def opaque_call(function: Callable[..., Any], *args: Any, saves_results: bool = 
     Args:
         function: function of pytrees of arrays.
         args: its arguments.
-        saves_results: what except_opaque_calls says of the results.
+        saves_results: True: except_opaque_calls saves the results.
 
     Raises:
         NotImplementedError: the function reads an array of a surrounding transformation that is no argument, or has
@@ -156,10 +156,10 @@ def _reject_what_is_outside(program: ClosedJaxpr) -> None:
 
 
 def reject_ordered_callbacks(program: ClosedJaxpr) -> None:
-    """Reject a program whose callbacks have an order, which a part of it would not keep.
+    """Reject a program with ordered callbacks, because parts of the program would not keep their order.
 
     Raises:
-        NotImplementedError: it has one.
+        NotImplementedError: the program has an ordered callback.
     """
     if any(type(effect).__name__.startswith("Ordered") for effect in program.effects):
         raise NotImplementedError(

@@ -25,7 +25,7 @@ from jax_impl.traced_programs import trace_inlined
 
 
 def name_value(x: Array, name: str) -> Array:
-    """Return x and register it with residual_report under ``name``.
+    """Return x, named for the policies of jax.checkpoint and for residual_report.
 
     Args:
         x: the value, of any shape.
