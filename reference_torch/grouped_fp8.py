@@ -54,6 +54,7 @@ def fp8_grouped_linear(
         NotImplementedError: torch.func transforms an argument.
     """
     operations.check_grouped_linear(operand("x", x), operand("weight", weight), (len(sizes),))
+    operations.check_group_sizes(sizes, len(x))
     check_scales(recipe, None if scales is None else operand("scales", scales))
     refuse_transformed("fp8_grouped_linear", "leave fp8 out", x, weight)
     return GroupedLinear.apply(x, weight, None, Groups(tuple(sizes), recipe, scales, ranks))

@@ -267,6 +267,7 @@ def grouped_linear(
         ValueError: an argument has a wrong shape or type.
     """
     operations.check_grouped_linear(operand("x", x), operand("weight", weight), (len(sizes),))
+    operations.check_group_sizes(sizes, len(x))
     return torch.cat([linear(rows, matrix) for rows, matrix in zip(x.split(list(sizes)), weight, strict=True)])
 
 

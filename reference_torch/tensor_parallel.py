@@ -133,13 +133,12 @@ class TensorParallel(NamedTuple):
             weight: vectors of this rank's token ids. [V / n, D]
 
         Raises:
-            IndexError: on a CPU, a token id is outside the vocabulary. On other devices, several ranks do not check it
-                and return a vector of 0.
+            IndexError: on a CPU, a token id is outside the vocabulary. On a GPU, CUDA reports a failed assertion at a
+                later synchronisation.
         """
         if self.size == 1:
             return nn.functional.embedding(tokens, weight)
-        if tokens.device.type == "cpu" and tokens.numel():
-            operations.check_token_ids(int(tokens.min()), int(tokens.max()), len(weight) * self.size)
+        _check_ids(tokens, len(weight) * self.size)
         own, is_own = self._own_ids(tokens, len(weight))
         return self.leave(nn.functional.embedding(own, weight) * is_own[..., None].to(weight.dtype))
 
@@ -151,13 +150,13 @@ class TensorParallel(NamedTuple):
             targets: token ids. [B, T]
 
         Raises:
-            IndexError: on a CPU, a target is no token id. On other devices, several ranks do not check it.
+            IndexError: on a CPU, a target is no token id. On a GPU, CUDA reports a failed assertion at a later
+                synchronisation.
         """
         if self.size == 1:
             return cross_entropy(logits, targets)
         count = logits.shape[-1]
-        if targets.device.type == "cpu" and targets.numel():
-            operations.check_token_ids(int(targets.min()), int(targets.max()), count * self.size)
+        _check_ids(targets, count * self.size)
         return _CrossEntropy.apply(logits, *self._own_ids(targets, count), self)
 
     def gather_logits(self, logits: Float[Tensor, "b t v"]) -> Float[Tensor, "b t v2"]:
@@ -375,3 +374,11 @@ class _CrossEntropy(torch.autograd.Function):
         probabilities, ids, is_own = ctx.saved_tensors
         gradient = probabilities.scatter_add(-1, ids[..., None], -is_own[..., None].to(probabilities.dtype))
         return gradient * (grad / ids.numel()), None, None, None
+
+
+def _check_ids(ids: Tensor, count: int) -> None:
+    """Reject token ids outside a vocabulary; on a GPU without waiting for it, as PyTorch's own lookup does."""
+    if ids.device.type == "cpu" and ids.numel():
+        operations.check_token_ids(int(ids.min()), int(ids.max()), count)
+    elif ids.device.type == "cuda":
+        torch._assert_async(((ids >= 0) & (ids < count)).all(), f"token ids: expected numbers from 0 to {count - 1}")

@@ -13,6 +13,7 @@ from diptych.plans.config import TransformerConfig
 from jax_impl import grouped_fp8 as in_jax
 from parity.compare import relative_difference
 from reference_torch import grouped_fp8 as in_torch
+from reference_torch.ops import grouped_linear
 from tests.backends import BACKENDS, model_gradients, normal
 from tests.test_fp8 import DELAYED, RECIPES, TOKENS
 
@@ -154,3 +155,12 @@ def test_wrong_arguments_are_named(module):
         module.fp8_grouped_linear(x[:, :3], weight, sizes, RECIPES[0])
     with pytest.raises(ValueError, match=r"sizes: expected shape \(2,\), got \(1,\)"):
         module.fp8_grouped_linear(x, weight, sizes[:1], RECIPES[0])
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 3), (6, -1)])
+def test_groups_that_are_not_all_rows_are_refused(sizes):
+    x, weight = torch.ones(5, 3), torch.ones(2, 4, 3)
+    with pytest.raises(ValueError, match=r"sizes: expected numbers of rows with sum 5, the rows of x, got \["):
+        in_torch.fp8_grouped_linear(x, weight, sizes, RECIPES[0])
+    with pytest.raises(ValueError, match=r"sizes: expected numbers of rows with sum 5, the rows of x, got \["):
+        grouped_linear(x, weight, sizes)

@@ -57,8 +57,10 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0.0 <= value < float("inf") or (value == 0.0 and not name.endswith("latency")):
-                raise ValueError(f"{name}: expected a number above 0, got {value}")
+            may_be_0 = name.endswith("latency")
+            if not 0.0 <= value < float("inf") or (value == 0.0 and not may_be_0):
+                least = "of at least" if may_be_0 else "above"
+                raise ValueError(f"{name}: expected a finite number {least} 0, got {value}")
 
     def seconds(self, flops: float, moved: float) -> float:
         """Return the seconds of an operation with so many floating-point operations and bytes read and written."""

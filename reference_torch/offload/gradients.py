@@ -40,6 +40,7 @@ class OffloadedGradients:
         self._arrived: dict[int, nn.Parameter] = {}
         """Parameters to whose gradients the running backward adds, by id."""
         self._outgoing: list[OffloadedMemory] = []
+        """Memories whose copies to the host the running backward has begun."""
         self._handles: dict[int, RemovableHandle] = {}
         self._lock = threading.RLock()  # PyTorch runs backwards of a GPU in threads of its own
 
@@ -65,10 +66,12 @@ class OffloadedGradients:
     def evict_arrived(self) -> None:
         """Start to copy the gradients to the host that backward has added to since the last call."""
         with self._lock:
-            self.finish()
+            for memory in self._outgoing:
+                memory.finish_eviction()
             arrived = list(self._arrived.values())
             self._arrived.clear()
-            self._evict([memory for memory in map(self._memory_for, arrived) if memory is not None])
+            self._outgoing = [memory for memory in map(self._memory_for, arrived) if memory is not None]
+            self._evict(self._outgoing)
 
     def fetch(self, layer: int | None) -> None:
         """Start to copy the gradients of a layer to the device; None: no layer."""
@@ -88,12 +91,10 @@ class OffloadedGradients:
         with self._lock:
             self._evict(self._memories_of(layer))
 
-    def finish(self, layer: int | None = None) -> None:
-        """Wait for all copies to the host, of every layer, and release their device memory."""
+    def finish(self, layer: int | None) -> None:
+        """Wait for the copies of a layer to the host and release its device memory; None: no layer."""
         with self._lock:
-            outgoing = self._outgoing
-            self._outgoing = []
-            for memory in outgoing:
+            for memory in self._memories_of(layer):
                 memory.finish_eviction()
 
     def close(self) -> None:
@@ -121,7 +122,6 @@ class OffloadedGradients:
     def _evict(self, memories: Sequence[OffloadedMemory]) -> None:
         """Start to copy gradients to the host; what other code holds stays on the device."""
         self._statistics.note_copies("out", [memory.evict() for memory in memories])
-        self._outgoing += memories
 
     def _memories_of(self, layer: int | None) -> list[OffloadedMemory]:
         """Return the memories of a layer's present gradients; None: no layer."""

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from diptych.plans.offload import Use, step_uses
 from diptych.plans.schedule.csv import schedule_from_csv
 from reference_torch.offload import offload_modules
+from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.pipeline import PipelineExecutor
 from reference_torch.rank_pool import RankPool
 from reference_torch.recompute import CheckpointWithoutOutput, MHCBlockRecomputeManager, lazy_restore
@@ -202,3 +203,40 @@ def test_o11_saved_tensor_hooks_outside_get_everything_else(managers):
     assert len(packed) > 4 * LAYERS
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+def test_an_update_does_not_wait_for_the_gradients_of_its_own_layer(managers, monkeypatch):
+    """If the update writes them, they are copied to the host while the next layer is updated."""
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(size, size + 1) for size in (8, 9, 10, 11))
+    manager = managers(layers, gradients=True)
+    events = []
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure=None):
+            events.append(("updated", 0))
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad.mul_(2.0)  # the host has no copy of what it is now
+            return super().step(closure)
+
+    optimizer = Optimizer(layers.parameters(), lr=0.1)
+    real = OffloadedMemory.finish_eviction
+
+    def finish(memory):
+        if memory._outgoing is not None and memory.name.startswith("gradient of shape"):
+            events.append(("left", memory.nbytes))
+        real(memory)
+
+    x = torch.randn(2, 8)
+    for layer in layers:
+        x = layer(x)
+    x.sum().backward()
+    monkeypatch.setattr(OffloadedMemory, "finish_eviction", finish)
+    manager.step(optimizer, is_per_parameter=True)
+    weights = [("left", layer.weight.nbytes) for layer in layers]
+    updates = [place for place, event in enumerate(events) if event[0] == "updated"]
+    updates = updates[1:]  # the first is that of parameters of no layer
+    assert len(updates) == len(layers)
+    for number, weight in enumerate(weights):
+        last = max(place for place, event in enumerate(events) if event == weight)
+        assert last > updates[min(number + 1, len(layers) - 1)]

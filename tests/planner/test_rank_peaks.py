@@ -29,6 +29,8 @@ CASES = {
     "all forwards first": ("gpipe", "gated attention", "core_attn", "bfloat16", {}),
     "split": ("zb-h1", "attention", "none", "bfloat16", HYPER),
     "split, recomputed": ("zb-h1", "gdn", "without mhc", "float32", {}),
+    "split experts": ("zb-h1", "experts", "none", "float32", {}),
+    "split, saved in 8 bits": ("zb-h1", "attention", "none", "float32", {"activation_storage": "fp8"}),
     "split in a V": ("zb-v", "attention", "none", "float32", {**TWO_STAGES, **HYPER}),
     "interleaved": ("interleaved", "experts", "none", "float32", TWO_STAGES),
     "some split": ("dualpipe-v", "attention", "full block", "float32", {**TWO_STAGES, "num_layers": 8}),

@@ -55,14 +55,14 @@ def stage_actions(
         splits: True if backward is split into I and W.
         moves: moves of the microbatch's saved values; None: those of a backward that follows its forward at once.
     """
-    whole = simulate_stage(config, stage, batch, moves=moves)[0]
+    whole = simulate_stage(config, stage, batch, moves=moves)
     forward = ActionMemory(whole.forward_peak, sum(whole.saved_by_name.values()), whole.forward_peaks)
-    added = simulate_stage(config, stage, batch, gradients="added", moves=moves)[0]
+    added = simulate_stage(config, stage, batch, gradients="added", moves=moves)
     first = {"B": _backward(whole)}
     later = {"B": _backward(added)}
     if splits:
-        first |= _split(simulate_stage(config, stage, batch, gradients="deferred", moves=moves)[0])
-        later |= _split(simulate_stage(config, stage, batch, gradients="deferred and added", moves=moves)[0])
+        first |= _split(simulate_stage(config, stage, batch, gradients="deferred", moves=moves))
+        later |= _split(simulate_stage(config, stage, batch, gradients="deferred and added", moves=moves))
     return StageActions(forward, first, later, whole.moved)
 
 

@@ -71,6 +71,7 @@ class Simulation:
         backward_peak: largest number of bytes allocated in backward.
         before_weights: bytes allocated when backward has ended: gradients, and what waits for W.
         weights_peak: largest number of bytes allocated in W.
+        waiting: bytes that wait for W when backward has ended.
         forward_peaks: largest number of bytes allocated in the forward of each layer, BEFORE them and AFTER them.
         backward_peaks: largest number of bytes allocated in the backward of each layer, BEFORE them and AFTER them.
         saved_by_name: bytes saved for backward on the device by name, after forward.
@@ -87,6 +88,7 @@ class Simulation:
         self.backward_peak = 0
         self.before_weights = 0
         self.weights_peak = 0
+        self.waiting = 0
         self._deferred: list[tuple[Node, int]] = []
         self.saved_by_name: Counter[str] = Counter()
         self._present: dict[int, Value] = {}
@@ -147,6 +149,8 @@ class Simulation:
             self.peak = self.held
             self._weight_gradients()
             self.weights_peak = self.peak
+            allocated = 0 if self._adds else sum(node.parameters for node, _ in self._deferred)
+            self.waiting = self.before_weights + allocated - self.held
         self.peak = max(self.forward_peak, self.backward_peak, self.weights_peak)
 
     def _plan(

@@ -49,9 +49,8 @@ def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, leng
         batch: sequences of a microbatch.
         length: tokens of each sequence; None: config.seq_length.
     """
-    memory, builder = simulate_stage(config, stage, batch, length)
-    waiting = {id(value): value.size for value in builder.multiplied}
-    return StageMemory(sum(memory.saved_by_name.values()), sum(waiting.values()) + builder.gradients)
+    memory = simulate_stage(config, stage, batch, length, "deferred")
+    return StageMemory(sum(memory.saved_by_name.values()), memory.waiting)
 
 
 def simulate_stage(
@@ -61,8 +60,8 @@ def simulate_stage(
     length: int | None = None,
     gradients: Gradients = "allocated",
     moves: ActionMoves | None = None,
-) -> tuple[Simulation, "_StageBuilder"]:
-    """Simulate one microbatch on a stage, and return the simulation and the builder of its operations.
+) -> Simulation:
+    """Simulate one microbatch on a stage.
 
     Args:
         config: as in predict_stage_memory.
@@ -89,7 +88,7 @@ def simulate_stage(
     sent = Node([x], [], [] if config.deallocate_pipeline_outputs else [x])
     end = builder.head(x) if stage == num_stages(config) - 1 else [sent]
     memory.run(begin, layers, blocks, end)
-    return memory, builder
+    return memory
 
 
 def stage_builder(config: TransformerConfig, batch: int, length: int | None = None) -> GraphBuilder:
@@ -124,12 +123,10 @@ def _layers(config: TransformerConfig, stage: int) -> range:
 
 
 class _StageBuilder(GraphBuilder):
-    """A builder of the operations on one rank's part of the tokens, which records inputs and outputs of linear maps.
+    """A builder of the operations on one rank's part of the tokens.
 
     Attributes:
         length_of_all: tokens of a sequence, on all ranks.
-        multiplied: inputs of linear maps.
-        gradients: bytes of the gradients of their outputs.
     """
 
     def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
@@ -141,13 +138,6 @@ class _StageBuilder(GraphBuilder):
         size = config.tensor_model_parallel_size
         whole = replace(undivided(config), tensor_model_parallel_size=size, sequence_parallel=config.sequence_parallel)
         super().__init__(whole, batch, length)
-        self.multiplied: list[Value] = []
-        self.gradients = 0
-
-    def _linear(self, x: Value, y: Value, name: str, region: tuple[str, ...]) -> list[Node]:
-        self.multiplied.append(x)
-        self.gradients += y.size
-        return super()._linear(x, y, name, region)
 
     def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value, mixer: str) -> None:
         """Append softmax attention over the keys and values of all context ranks."""

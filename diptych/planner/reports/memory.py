@@ -56,7 +56,7 @@ def print_plan(console: Console, config: TransformerConfig, batch: int, num_micr
 def _predict(config: TransformerConfig, batch: int, num_microbatches: int) -> MemoryPrediction:
     """Return what a microbatch saves on one rank, and the peak of all microbatches of a step."""
     (peak,) = rank_peaks(config, schedule_for(config, num_microbatches), batch)
-    saved = simulate_stage(config, 0, batch)[0].saved_by_name
+    saved = simulate_stage(config, 0, batch).saved_by_name
     return MemoryPrediction(dict(saved.most_common()), sum(saved.values()), peak)
 
 

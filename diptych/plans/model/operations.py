@@ -5,6 +5,7 @@ raises a ValueError that names the argument; check_token_ids raises an IndexErro
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,6 +182,12 @@ def check_grouped_linear(x: Operand, weight: Operand, sizes: tuple[int, ...]) ->
     check_axes("weight", weight.shape, "EOI")
     check_shape("weight", weight.shape, (*weight.shape[:2], x.shape[1]))
     check_shape("sizes", sizes, weight.shape[:1])
+
+
+def check_group_sizes(sizes: Sequence[int], rows: int) -> None:
+    """Reject sizes of groups that are not those of all rows."""
+    if min(sizes, default=0) < 0 or sum(sizes) != rows:
+        raise ValueError(f"sizes: expected numbers of rows with sum {rows}, the rows of x, got {list(sizes)}")
 
 
 def check_norm(x: Operand, weight: Operand, epsilon: Any) -> None:
