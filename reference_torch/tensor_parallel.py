@@ -381,4 +381,5 @@ def _check_ids(ids: Tensor, count: int) -> None:
     if ids.device.type == "cpu" and ids.numel():
         operations.check_token_ids(int(ids.min()), int(ids.max()), count)
     elif ids.device.type == "cuda":
-        torch._assert_async(((ids >= 0) & (ids < count)).all(), f"token ids: expected numbers from 0 to {count - 1}")
+        is_valid = ((ids >= 0) & (ids < count)).all()
+        torch.ops.aten._assert_async.msg(is_valid, f"token ids: expected numbers from 0 to {count - 1}")
