@@ -37,7 +37,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 _common = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow], "print_blob": True}
 # The same examples in every run of make check and make test; make test-all draws new ones.
 hypothesis.settings.register_profile("fast", max_examples=8, derandomize=True, **_common)
-hypothesis.settings.register_profile("test", max_examples=25, derandomize=True, **_common)
+hypothesis.settings.register_profile("test", max_examples=16, derandomize=True, **_common)
 hypothesis.settings.register_profile("all", max_examples=20, **_common)
 hypothesis.settings.load_profile("test")
 

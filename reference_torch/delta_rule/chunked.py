@@ -2,7 +2,7 @@
 
 Forward saves the arguments and one state per segment (diptych.plans.model.delta_rule.SAVED). Backward runs from the
 last segment to the first, replays the chunks and states of each, and uses autograd for the part that does not depend on
-states. So the memory in addition to the arguments is that of one segment, for every sequence length.
+states. So the memory in addition to the arguments and these states is that of one segment, for every sequence length.
 
 Transition columns: the final state of a sequence is a linear function of its initial state S, namely M S + H, and its
 outputs are O + R S. Context parallelism needs M, H, O and R of a part before S is known. The scan treats each column

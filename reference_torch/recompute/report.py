@@ -36,7 +36,7 @@ _named: ContextVar[list[_Named] | None] = ContextVar("_named", default=None)
 
 
 def name_value(x: Tensor, name: str) -> Tensor:
-    """Return x and register it with residual_report under ``name``.
+    """Return x, registered with residual_report under ``name``.
 
     Args:
         x: the value, of any shape.

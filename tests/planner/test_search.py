@@ -205,7 +205,7 @@ def test_what_cannot_be_searched_is_refused():
             search(*arguments)
     with pytest.raises(ValueError, match=r"schedules: expected some of .*, got '2f2b'"):
         search(MODEL, 1, 1, 4, schedules=("2f2b",))
-    with pytest.raises(ValueError, match="memory_bandwidth: expected a number above 0, got 0"):
+    with pytest.raises(ValueError, match="memory_bandwidth: expected a finite number above 0, got 0"):
         Machine(memory_bandwidth=0.0)
 
 

@@ -8,6 +8,7 @@ Saved values that move to the host may still be on the device in the next action
 are fetched in the actions before them; see diptych.planner.memory.offload.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -141,7 +142,7 @@ def _peak(
     """
     allocated = 0
     peak = 0
-    moved: dict[tuple[int, int], int] = {}
+    moved: Counter[tuple[int, int]] = Counter()
     """Bytes of each layer and microbatch that move to the host."""
     each_backward = backward_memory(actions, memory)
     for (action, each, _), own, move, beside in zip(each_backward, memory, moves, messages, strict=True):
@@ -150,7 +151,7 @@ def _peak(
         changes: dict[int, int] = {}
         """Bytes that other microbatches allocate when the part of a layer begins."""
         if kind == "F":
-            moved |= {(layer, microbatch): size for layer, size in own.moved.items()}
+            moved.update({(layer, microbatch): size for layer, size in own.moved.items()})
             before = 0
             order = [BEFORE, *sorted(layer for layer in now.parts if layer >= 0), AFTER]
             if move.frees is not None:
