@@ -93,7 +93,7 @@ check: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(PYTEST) -n 3 -m "not slow"
+	$(PYTEST) -n 2 -m "not slow"
 
 test-all: $(PEERS) docs
 	$(BIN)/ruff check .
