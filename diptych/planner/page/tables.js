@@ -144,7 +144,7 @@ function showOffload(simulation, data) {
       if (cut > 0) words.push(`Not drawn: ${cut.toLocaleString("en-US")} copies that start after the end of the step.`);
     }
   }
-  if (copies.activations) words.push("Activations saved for backward move to the host (arrow down) and are requested again before their backward (arrow up). Their bytes are not predicted, so arrows have no length, and memory is drawn without activation offload.");
+  if (copies.activations) words.push("Activations saved for backward move to the host (arrow down) and are requested again before their backward (arrow up). These arrows have no length. Memory is drawn without the values on the host; those of a stage's last layers are drawn as if they stayed on the device.");
   words.push("Copies are those of PyTorch; in a pipeline, JAX's copies do not extend from one action into the next.");
   find("offload-words").replaceChildren(...words.map((text) => h("p", {}, text)));
 }
