@@ -19,6 +19,7 @@ from diptych.planner.memory.stages import memory_key, simulate_stage
 from diptych.planner.traffic import message_bytes
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Action, Schedule
+from diptych.plans.schedule.partition import num_stages
 
 
 class ActionMemory(NamedTuple):
@@ -87,13 +88,11 @@ def rank_peaks(config: TransformerConfig, schedule: Schedule, batch: int) -> lis
         schedule: schedule of the step.
         batch: sequences of a microbatch.
     """
+    keys = [memory_key(config, stage) for stage in range(num_stages(config))]
     found: dict[Hashable, StageActions] = {}
 
     def memory_of(action: Action, moves: ActionMoves) -> StageActions:
-        key = (
-            memory_key(config, action.stage),
-            config.enable_activation_offload and (action.stage, moves.leaving, moves.on_host),
-        )
+        key = keys[action.stage], config.enable_activation_offload and (action.stage, moves.leaving, moves.on_host)
         if key not in found:
             found[key] = stage_actions(config, action.stage, batch, schedule.splits_backward, moves)
         return found[key]
@@ -103,7 +102,8 @@ def rank_peaks(config: TransformerConfig, schedule: Schedule, batch: int) -> lis
     for rank, transit in enumerate(most_in_transit(schedule)):
         actions = schedule.actions[rank]
         moves = action_moves(config, schedule, rank)
-        memory = [memory_of(*each) for each in zip(actions, moves, strict=True)]
+        backward = {action[1:]: each for action, each in zip(actions, moves, strict=True) if action.kind in ("B", "I")}
+        memory = [memory_of(action, backward[action[1:]]) for action in actions]
         peaks.append(_peak(actions, moves, memory, [message * count for count in transit]))
     return peaks
 
