@@ -352,7 +352,7 @@ def _reached(
     return _Front(*(np.concatenate(each) for each in zip(*found, strict=True)))
 
 
-def _some(front: _Front, which: np.ndarray) -> _Front:
+def _some(front: _Front, which: np.ndarray | slice) -> _Front:
     """Return some pairs, by their numbers or a mask."""
     return _Front(*(each[which] for each in front))
 
@@ -367,16 +367,19 @@ def _unbeaten(front: _Front, step: float, upper: bool) -> _Front:
     """
     found = []
     least = _Rest(np.zeros(0, np.int64), np.zeros(0))  # of pairs with fewer moving bytes, by bytes saved
-    for moved in np.unique(front.moved):
-        own = _some(front, np.flatnonzero(front.moved == moved))
-        left = _undominated(own.saved, own.seconds)
-        if len(left) > STEPS:
-            rounded = np.ceil(own.saved / step) if upper else np.floor(own.saved / step)
-            own = own._replace(saved=(rounded * step).astype(np.int64))
-            left = _undominated(own.saved, own.seconds)
-        own = _some(own, left)
+    front = _some(front, np.lexsort((front.seconds, front.saved, front.moved)))
+    ends = [*(np.flatnonzero(np.diff(front.moved)) + 1).tolist(), len(front.moved)]
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        group = _some(front, slice(begin, end))
+        own = _some(group, _improves(group.seconds))
+        if len(own.saved) > STEPS:
+            rounded = np.ceil(group.saved / step) if upper else np.floor(group.saved / step)
+            group = group._replace(saved=(rounded * step).astype(np.int64))
+            own = _some(group, _undominated(group.saved, group.seconds))
         own = _some(own, ~_beaten(own, least))
         found.append(own)
+        if end == len(front.moved):
+            break
         both = np.concatenate([least.saved, own.saved]), np.concatenate([least.seconds, own.seconds])
         left = _undominated(*both)
         least = _Rest(both[0][left], both[1][left])
@@ -392,5 +395,10 @@ def _beaten(front: _Front, least: "_Rest") -> np.ndarray:
 def _undominated(saved: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Return the numbers of the pairs that no other pair beats, in order of their bytes."""
     order = np.lexsort((seconds, saved))
-    best = np.minimum.accumulate(seconds[order])
-    return order[np.concatenate([[True], best[1:] < best[:-1]])] if len(order) else order
+    return order[_improves(seconds[order])]
+
+
+def _improves(seconds: np.ndarray) -> np.ndarray:
+    """Return for each number whether it is less than all before it."""
+    best = np.minimum.accumulate(seconds)
+    return np.concatenate([[True], best[1:] < best[:-1]]) if len(seconds) else np.zeros(0, bool)
