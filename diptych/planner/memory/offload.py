@@ -122,7 +122,7 @@ class ActionMoves:
 
 
 class _Places(NamedTuple):
-    """Where the values of a rank's forwards are that move."""
+    """The places of the saved values that move, by the forward that saved them."""
 
     on_host: set[Use]
     outgoing: list[Use]

@@ -111,10 +111,10 @@ def rank_peaks(config: TransformerConfig, schedule: Schedule, batch: int) -> lis
 def backward_memory(
     actions: Iterable[Action], memory: Iterable[StageActions]
 ) -> Iterator[tuple[Action, dict[str, ActionMemory], bool]]:
-    """Yield each action of a rank with the bytes of its microbatch's B, I and W.
+    """Yield each action of a rank, the bytes of B, I and W of its microbatch, and whether gradients exist already.
 
-    These are those of the first microbatch, or of a later one, whose gradients are added to those of the first; the
-    third item is True for a later one. For F, they are those of the backward that would come now.
+    The first microbatch of a stage allocates the gradients of parameters. Later ones add to them; for these, the third
+    item is True. An F is counted as if its backward came at once.
 
     Args:
         actions: actions of the rank, in order.
