@@ -84,7 +84,7 @@ def test_corpus_shorter_than_a_sequence(tmp_path):
     (tmp_path / "short").write_text("x" * 100)
     corpus = load_corpus(DataConfig(data_path=tmp_path / "short", validation_fraction=0.2))
     corpus.batch(0, 2, 79)
-    with pytest.raises(ValueError, match=r"training split of at least seq_length \+ 1 = 81 bytes, got 80"):
+    with pytest.raises(ValueError, match=r"training split of at least seq_length \+ 1 = 81 tokens, got 80"):
         corpus.batch(0, 2, 80)
-    with pytest.raises(ValueError, match=r"validation split of at least seq_length \+ 1 = 21 bytes, got 20"):
+    with pytest.raises(ValueError, match=r"validation split of at least seq_length \+ 1 = 21 tokens, got 20"):
         corpus.validation_batch(0, 2, 20)

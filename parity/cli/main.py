@@ -407,4 +407,5 @@ def _print_setting(run: TrainingRun, corpus, console: Console) -> None:
         console.print(f"recompute, blocks: {describe_blocks(model)}")
     if run.fitted is not None:
         console.print(describe_fit(run.fitted), highlight=False)
-    console.print(f"corpus: {corpus.name}, {len(corpus.training):,} bytes (digest {corpus.digest})", markup=False)
+    unit = "bytes" if corpus.training.itemsize == 1 else "tokens"
+    console.print(f"corpus: {corpus.name}, {len(corpus.training):,} {unit} (digest {corpus.digest})", markup=False)

@@ -1,6 +1,6 @@
 """The cases: what is broken, where, and what has to come of it.
 
-A case's function breaks one program in its room and checks everything it expects of it; see tests/faults/runs.py.
+A case's function breaks one program in its workspace and checks everything it expects of it; see tests/faults/runs.py.
 """
 
 import re
@@ -23,7 +23,7 @@ from tests.faults.damage import (
     read_only,
 )
 from tests.faults.faults import MOMENTS, Broken
-from tests.faults.runs import AT, FAILED, KILLED, REFUSED, STAGES, TIMEOUT, Case, Room
+from tests.faults.runs import AT, FAILED, KILLED, REFUSED, STAGES, TIMEOUT, Case, Workspace
 
 ONE, PIPELINE, SHARED = ("torch", "jax"), ("torch, 2 stages", "jax, 2 stages"), "torch, 2 context ranks"
 REPLICAS = "torch, 2 stages x 2 replicas"
@@ -32,7 +32,7 @@ NON_FINITE = rf"step {AT}: expected a finite loss and gradient norm, got loss na
 
 
 def cases(
-    name: str, layouts: Iterable[str], expected: str, run: Callable[[Room], None], deadline: float = Case.deadline
+    name: str, layouts: Iterable[str], expected: str, run: Callable[[Workspace], None], deadline: float = Case.deadline
 ) -> list[Case]:
     """The same in several layouts."""
     return [Case(name, layout, expected, run, deadline) for layout in layouts]
@@ -43,120 +43,130 @@ def ranks_say(*ranks: int) -> list[str]:
     return [rf"^diptych: rank {rank}[,:].* expected " for rank in ranks]
 
 
-def broken(room: Room, fault: Broken, code: int, *says: str, resumes: bool = True, traceback: bool = False) -> None:
+def broken(
+    workspace: Workspace, fault: Broken, code: int, *says: str, resumes: bool = True, traceback: bool = False
+) -> None:
     """A run with a fault ends as it should, leaves its last checkpoint, and can go on from there."""
-    room.train(fault=fault).expect_end(code, *says, traceback=traceback)
-    room.expect_checkpoint()
+    workspace.train(fault=fault).expect_end(code, *says, traceback=traceback)
+    workspace.expect_checkpoint()
     if resumes:
-        room.resume()
+        workspace.resume()
 
 
-# Processes that are killed, stopped, or told to end.
+# Processes that are killed, stopped, or terminated.
 
 
-def killed_rank(room: Room) -> None:
+def killed_rank(workspace: Workspace) -> None:
     """Of four: the other stage, the other replica and the one in neither all have to notice."""
-    room.train(fault=Broken("killed", AT, rank=1)).expect_end(
+    workspace.train(fault=Broken("killed", AT, rank=1)).expect_end(
         FAILED, r"expected .* from rank 1", "rank 1 was ended by SIGKILL", *ranks_say(0)
     )
-    room.expect_checkpoint()
-    room.resume()
+    workspace.expect_checkpoint()
+    workspace.resume()
 
 
-def killed_program(room: Room) -> None:
+def killed_program(workspace: Workspace) -> None:
     """The only process; nobody is left to say anything."""
-    broken(room, Broken("killed", AT), KILLED)
+    broken(workspace, Broken("killed", AT), KILLED)
 
 
-def killed_parent(room: Room) -> None:
+def killed_parent(workspace: Workspace) -> None:
     """While a rank computes."""
-    program = room.train(fault=Broken("slow", AT, rank=0, seconds=2.0))
+    program = workspace.train(fault=Broken("slow", AT, rank=0, seconds=2.0))
     program.signal(signal.SIGKILL)
     program.expect_end(KILLED, within=2.0)
-    room.expect_checkpoint()
-    room.resume()
+    workspace.expect_checkpoint()
+    workspace.resume()
 
 
-def killed_while_saving(room: Room) -> None:
+def killed_while_saving(workspace: Workspace) -> None:
     """One run killed again and again, each time at a later moment of writing a checkpoint."""
-    run, steps, alone = room.folder / "run", (4, 4, 6, 6, 6, 8), room.layout != STAGES
+    run, steps, alone = workspace.folder / "run", (4, 4, 6, 6, 6, 8), workspace.layout != STAGES
     for moment, step in zip(MOMENTS, steps, strict=True):
         flags = ["--save-interval", "2", *(["--resume"] if run.exists() else [])]
         fault = Broken("killed", step, rank=None if alone else 0, moment=moment)
-        room.train(*flags, fault=fault).expect_end(KILLED if alone else FAILED)
+        workspace.train(*flags, fault=fault).expect_end(KILLED if alone else FAILED)
         found, expected = read_checkpoint(run).step, step if moment in MOMENTS[4:] else step - 2
-        room.expect(found == expected, f"{moment}: newest checkpoint: expected {expected}, got {found}")
-    room.resume("--save-interval", "2", step=steps[-1])
+        workspace.expect(found == expected, f"{moment}: newest checkpoint: expected {expected}, got {found}")
+    workspace.resume("--save-interval", "2", step=steps[-1])
 
 
-def stopped_rank(room: Room) -> None:
+def stopped_rank(workspace: Workspace) -> None:
     """It is there and does not answer."""
-    broken(room, Broken("stopped", AT, rank=1), FAILED, *ranks_say(0), "rank 1 did not end by itself, and was stopped")
+    broken(
+        workspace, Broken("stopped", AT, rank=1), FAILED, *ranks_say(0), "rank 1 did not end by itself, and was stopped"
+    )
 
 
-def told_to_end(room: Room) -> None:
+def terminated(workspace: Workspace) -> None:
     """In the middle of a step, which is finished first."""
-    rank = 0 if room.layout == STAGES else None
-    program = room.train(fault=Broken("slow", AT, rank=rank, seconds=1.0))
+    rank = 0 if workspace.layout == STAGES else None
+    program = workspace.train(fault=Broken("slow", AT, rank=rank, seconds=1.0))
     program.signal(signal.SIGTERM)
     program.expect_end(0)
-    room.expect(f"stopped by SIGTERM after step {AT}" in program.output, f"output: {program.output}")
-    room.resume(step=AT + 1)
+    workspace.expect(f"stopped by SIGTERM after step {AT}" in program.output, f"output: {program.output}")
+    workspace.resume(step=AT + 1)
 
 
 # Numbers that are none.
 
 
-def nan_parameter(room: Room) -> None:
+def nan_parameter(workspace: Workspace) -> None:
     """On whichever rank holds the last parameter."""
-    refused_by_all(room, Broken("parameter", AT))
+    refused_by_all(workspace, Broken("parameter", AT))
 
 
-def refused_by_all(room: Room, fault: Broken) -> None:
+def refused_by_all(workspace: Workspace, fault: Broken) -> None:
     """Every process says that the step's numbers are none."""
-    broken(room, fault, FAILED, NON_FINITE)
-    expected = 2 if room.layout in (STAGES, SHARED) else 1
-    lines = room.observed.programs[0]["errors"]
+    broken(workspace, fault, FAILED, NON_FINITE)
+    expected = 2 if workspace.layout in (STAGES, SHARED) else 1
+    lines = workspace.observed.programs[0]["errors"]
     found = sum(bool(re.search(NON_FINITE, line)) for line in lines)
-    room.expect(found == expected, f"refusals: expected {expected}, got {found}: {lines}")
+    workspace.expect(found == expected, f"refusals: expected {expected}, got {found}: {lines}")
 
 
-def diverging(room: Room) -> None:
+def diverging(workspace: Workspace) -> None:
     """A learning rate so large that parameters overflow."""
-    program = room.train("--lr", "1e38", "--min-lr", "0", "--lr-warmup-iters", "0", "--save-interval", "1")
+    program = workspace.train("--lr", "1e38", "--min-lr", "0", "--lr-warmup-iters", "0", "--save-interval", "1")
     program.expect_end(FAILED, r"step \d+: expected a finite loss and gradient norm, got loss (nan|inf)", strikes=False)
     refused = int(program.errors.split("step ")[1].split(":")[0])
-    step = read_checkpoint(room.folder / "run").step
-    room.expect(step == refused, f"newest checkpoint: expected that before step {refused}, got {step}")
+    step = read_checkpoint(workspace.folder / "run").step
+    workspace.expect(step == refused, f"newest checkpoint: expected that before step {refused}, got {step}")
 
 
-def in_message(fault: Broken, code: int, says: tuple[str, ...], room: Room) -> None:
+def in_message(fault: Broken, code: int, says: tuple[str, ...], workspace: Workspace) -> None:
     """One message of one step is not what it should be."""
-    broken(room, fault, code, *says, resumes=fault.kind in ("dropped", "duplicated") and not fault.in_order)
+    broken(workspace, fault, code, *says, resumes=fault.kind in ("dropped", "duplicated") and not fault.in_order)
 
 
-def late_message(room: Room) -> None:
+def late_message(workspace: Workspace) -> None:
     """Within the timeout: nothing comes of it."""
-    room.train(fault=Broken("delayed", AT, rank=0, action="0F1", seconds=TIMEOUT / 3)).expect_end(0)
-    room.expect_equal_end()
-    room.note("the run is bitwise equal to an uninterrupted one")
+    workspace.train(fault=Broken("delayed", AT, rank=0, action="0F1", seconds=TIMEOUT / 3)).expect_end(0)
+    workspace.expect_equal_end()
+    workspace.note("the run is bitwise equal to an uninterrupted one")
 
 
 # A rank's own exceptions.
 
 
-def out_of_memory(room: Room) -> None:
+def out_of_memory(workspace: Workspace) -> None:
     """Where several ranks run, it is the second stage's."""
     says = ["expected a run that fits this machine's memory, got: could not allocate"]
-    several = room.layout == STAGES
-    broken(room, Broken("out of memory", AT, rank=1 if several else None), REFUSED, *says, *ranks_say(0) * several)
+    several = workspace.layout == STAGES
+    broken(workspace, Broken("out of memory", AT, rank=1 if several else None), REFUSED, *says, *ranks_say(0) * several)
 
 
-def bad_batch(room: Room) -> None:
+def bad_batch(workspace: Workspace) -> None:
     """A token beyond the vocabulary; where several ranks run, the first stage's, in JAX it becomes NaN."""
-    several = room.layout == STAGES
-    says = [NON_FINITE] if room.backend == "jax" else ["IndexError: index out of range", *ranks_say(1) * several]
-    broken(room, Broken("bad batch", AT, rank=0 if several else None), FAILED, *says, traceback=room.backend == "torch")
+    several = workspace.layout == STAGES
+    says = [NON_FINITE] if workspace.backend == "jax" else ["IndexError: index out of range", *ranks_say(1) * several]
+    broken(
+        workspace,
+        Broken("bad batch", AT, rank=0 if several else None),
+        FAILED,
+        *says,
+        traceback=workspace.backend == "torch",
+    )
 
 
 # Processes that are not there.
@@ -165,19 +175,19 @@ def bad_batch(room: Room) -> None:
 A_MULTIPLE = "--nproc: expected a multiple of --pipeline-model-parallel-size=2"
 
 
-def wrong_number(flags: tuple[str, ...], says: str, room: Room) -> None:
+def wrong_number(flags: tuple[str, ...], says: str, workspace: Workspace) -> None:
     """Refused before any process is started."""
-    room.train(*flags).expect_end(REFUSED, says, strikes=False)
+    workspace.train(*flags).expect_end(REFUSED, says, strikes=False)
 
 
-def by_torchrun(count: int, room: Room) -> None:
+def by_torchrun(count: int, workspace: Workspace) -> None:
     """Of another number of processes than two; one alone starts what it needs itself."""
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", "parity.cli", "train"]
-    program = room.train(launcher=command)
+    program = workspace.train(launcher=command)
     if count == 1:
         program.expect_end(0, strikes=False)
-        room.expect_equal_end()
-        room.note("the run is bitwise equal to an uninterrupted one")
+        workspace.expect_equal_end()
+        workspace.note("the run is bitwise equal to an uninterrupted one")
     else:
         says = f"{A_MULTIPLE} processes, got {count}"
         program.expect_end(FAILED, says, strikes=False, traceback=True)  # torchrun's own, below
@@ -186,15 +196,15 @@ def by_torchrun(count: int, room: Room) -> None:
 # Ranks that share sequences.
 
 
-def exchange_killed(room: Room) -> None:
+def exchange_killed(workspace: Workspace) -> None:
     """In the middle of passing a state on."""
     fault = Broken("exchange killed", AT, rank=0)
-    broken(room, fault, FAILED, *ranks_say(1), "rank 0 was ended by SIGKILL")
+    broken(workspace, fault, FAILED, *ranks_say(1), "rank 0 was ended by SIGKILL")
 
 
-def exchange_nan(room: Room) -> None:
+def exchange_nan(workspace: Workspace) -> None:
     """What is sent is not a number."""
-    refused_by_all(room, Broken("exchange not a number", AT, rank=0))
+    refused_by_all(workspace, Broken("exchange not a number", AT, rank=0))
 
 
 MESSAGES = [
@@ -266,7 +276,7 @@ CASES: list[Case] = [
         deadline=3 * Case.deadline,  # seven programs, one after the other
     ),
     *cases("SIGSTOP: one rank hangs", [STAGES], f"exit code 1; the rank is named and ended; {RESUMES}", stopped_rank),
-    *cases("SIGTERM", [*ONE, *PIPELINE], f"exit code 0; the step is finished and saved; {RESUMES}", told_to_end),
+    *cases("SIGTERM", [*ONE, *PIPELINE], f"exit code 0; the step is finished and saved; {RESUMES}", terminated),
     *cases(
         "checkpoint: cut short",
         [*ONE, STAGES],

@@ -27,7 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tests.faults.cases import CASES
-from tests.faults.runs import LAYOUTS, ROOT, STEPS, TIMEOUT, Case, Observed, Room, Unexpected, marked
+from tests.faults.runs import LAYOUTS, ROOT, STEPS, TIMEOUT, Case, Observed, Unexpected, Workspace, marked
 
 PAGE = ROOT / "docs" / "fault_injection.md"
 RESULT = ROOT / "benchmarks" / "results" / "fault_injection.json"
@@ -129,12 +129,12 @@ def run_all(
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def uninterrupted(room: Room) -> None:
+def uninterrupted(workspace: Workspace) -> None:
     """A run that nothing befalls, kept for comparison."""
-    program = room.train()
+    program = workspace.train()
     program.expect_end(0, strikes=False)
-    room.expect(f"saved: run/step_{STEPS:08d}.safetensors" in program.output, program.output)
-    shutil.copytree(room.folder / "run", room.references / room.layout)
+    workspace.expect(f"saved: run/step_{STEPS:08d}.safetensors" in program.output, program.output)
+    shutil.copytree(workspace.folder / "run", workspace.references / workspace.layout)
 
 
 def perform(case: Case, folder: Path, references: Path, stopped: threading.Event | None = None) -> Result:
@@ -178,14 +178,14 @@ def end_all(mark: str) -> int:
 
 def _serve(case: Case, folder: Path, references: Path, mark: str, answer: Connection) -> None:
     """Run a case and say what came of it."""
-    room, failure = Room(case.layout, folder, references, case.deadline, mark), None
+    workspace, failure = Workspace(case.layout, folder, references, case.deadline, mark), None
     try:
-        case.run(room)
+        case.run(workspace)
     except Unexpected as error:
         failure = str(error)
     except Exception:  # whatever it is: of the tests themselves, and a failure
         failure = traceback.format_exc()
-    answer.send((room.observed, failure))
+    answer.send((workspace.observed, failure))
 
 
 def show(console: Console, results: Sequence[Result]) -> None:

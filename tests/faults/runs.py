@@ -1,8 +1,8 @@
 """Where a case happens: a folder, a deadline, the programs it starts, and what is expected of them.
 
-A case is a function of its Room; it starts programs there, breaks them, and says what it expects. What the programs did
-(exit codes, seconds, messages, what a later run made of it) the room writes down, and nothing that it started outlives
-it: processes are found again by a word in their environment, ranks of ranks too.
+A case is a function of its Workspace. It starts programs there, breaks them, and states what it expects. The workspace
+records what the programs did: exit codes, seconds, messages, and what a later run made of it. No process outlives its
+workspace: all are found by a word in their environment, those that ranks start included.
 """
 
 import os
@@ -61,7 +61,7 @@ class Case:
     layout: str
     """Of LAYOUTS."""
     expected: str
-    run: Callable[["Room"], None]
+    run: Callable[["Workspace"], None]
     """Module-level, since it is called in a process of its own."""
     deadline: float = 240.0
     """Seconds."""
@@ -80,7 +80,7 @@ class Observed:
     notes: list[str] = field(default_factory=list)
 
 
-class Room:
+class Workspace:
     """Where one case happens.
 
     Args:
@@ -190,8 +190,8 @@ class Room:
 class Program:
     """A program that was started, and everything that it started."""
 
-    def __init__(self, room: Room, command: list[str], environment: dict[str, str], struck: Path) -> None:
-        self.room, self._struck = room, struck
+    def __init__(self, workspace: Workspace, command: list[str], environment: dict[str, str], struck: Path) -> None:
+        self.workspace, self._struck = workspace, struck
         self._files = [struck.with_suffix(name) for name in (".out", ".err")]
         with self._files[0].open("w") as out, self._files[1].open("w") as errors:
             self.begun = time.monotonic()
@@ -200,7 +200,7 @@ class Program:
                 stdout=out,
                 stderr=errors,
                 stdin=subprocess.DEVNULL,
-                cwd=room.folder,
+                cwd=workspace.folder,
                 env=environment,
                 start_new_session=True,  # as in a terminal of its own
             )
@@ -213,7 +213,7 @@ class Program:
     @property
     def errors(self) -> str:
         """Standard error so far, without the folder's path and the ports of this run."""
-        text = self._files[1].read_text(errors="replace").replace(f"{self.room.folder}/", "")
+        text = self._files[1].read_text(errors="replace").replace(f"{self.workspace.folder}/", "")
         return re.sub(r"\[127\.0\.0\.1\]:\d+", "the other process", text)
 
     @property
@@ -224,14 +224,14 @@ class Program:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal when the program has come to where its fault is; the moment counts as the fault's."""
-        self.room.wait_until(lambda: self.struck is not None, "the step to strike in")
+        self.workspace.wait_until(lambda: self.struck is not None, "the step to strike in")
         os.kill(self.process.pid, number)
         self._struck.write_text(repr(time.monotonic()))
 
     def wait(self) -> float:
         """Until the program and all it has started are gone; seconds since the fault, or else since the start."""
         what = f"the end of the program and its ranks: {self.errors.splitlines()[-3:]}"
-        self.room.wait_until(lambda: self.process.poll() is not None and not marked(self.room.mark), what)
+        self.workspace.wait_until(lambda: self.process.poll() is not None and not marked(self.workspace.mark), what)
         return time.monotonic() - (self.struck or self.begun)
 
     def expect_end(
@@ -256,10 +256,10 @@ class Program:
             "seconds": seconds,
             "since": "fault" if self.struck else "start",
         }
-        self.room.observed.programs.append(
+        self.workspace.observed.programs.append(
             {**program, "error": matching[0][0] if says and matching[0] else "", "errors": lines}
         )
-        expect = self.room.expect
+        expect = self.workspace.expect
         expect(self.process.returncode == code, f"exit code: expected {code}, got {self.process.returncode}: {lines}")
         missing = [pattern for pattern, found in zip(says, matching, strict=True) if not found]
         expect(not missing, f"standard error: expected lines like {missing}, got {self.errors[-2000:]}")

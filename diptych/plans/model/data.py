@@ -215,7 +215,7 @@ def _places(split: str, data: np.ndarray, seq_length: int) -> int:
     places = len(data) - seq_length
     if places < 1:
         raise ValueError(
-            f"data_path: expected a {split} split of at least seq_length + 1 = {seq_length + 1} bytes, got "
+            f"data_path: expected a {split} split of at least seq_length + 1 = {seq_length + 1} tokens, got "
             f"{len(data)}; give more text, a shorter seq_length or another validation_fraction"
         )
     return places
