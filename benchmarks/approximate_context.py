@@ -137,7 +137,7 @@ def norms(states: np.ndarray) -> np.ndarray:
 def main() -> None:
     """Measure, print the table, and write the JSON file."""
     console = Console(width=130)
-    with RankPool(RANKS, 300.0, ("benchmarks.approximate_context",)) as pool:
+    with RankPool(RANKS, 300.0) as pool:
         rows = [row for text in track(TEXTS, "texts", console=console, transient=True) for row in measure(pool, text)]
     title = f"{PER_RANK} tokens on each of {RANKS} ranks, H={HEADS}, K=V={WIDTH}; sent: relative to all_gather"
     table = Table(box=None, title=title, title_justify="left")

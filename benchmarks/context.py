@@ -88,7 +88,7 @@ def wire_errors(pool: RankPool) -> list[dict[str, Any]]:
 def overlap() -> list[dict[str, Any]]:
     """Return step times of two ranks with delayed messages, relative to the longer of computation and communication."""
     load = Load(2 * 512, 8, 64)
-    with RankPool(2, 600.0, (JOBS,)) as pool:
+    with RankPool(2, 600.0) as pool:
 
         def measure(delays: tuple[float, ...]) -> dict[tuple[float, bool], float]:
             found = pool.run(f"{JOBS}:time_with_delay", load, delays, TURNS)
@@ -107,7 +107,7 @@ def overlap() -> list[dict[str, Any]]:
 
 def long_sequence() -> dict[str, Any]:
     """Return time and memory of a step of 128K tokens over eight ranks."""
-    with RankPool(8, 600.0, (JOBS,)) as pool:
+    with RankPool(8, 600.0) as pool:
         found = pool.run(f"{JOBS}:long_sequence", LONG)
     return {
         "load": LONG._asdict(),
@@ -155,7 +155,7 @@ def main() -> None:
     rows = []
     errors = []
     for size in (1, 2, 4):
-        with RankPool(size, 600.0, (JOBS,)) as pool, console.status(f"{size} ranks"):
+        with RankPool(size, 600.0) as pool, console.status(f"{size} ranks"):
             rows += bytes_and_times(pool)
             errors = wire_errors(pool) if size == 4 else errors
     with console.status("overlap, and a long sequence"):

@@ -406,7 +406,7 @@ def measure_offload(name: str) -> list[dict[str, Any]]:
 def measure_pipelines(console: Console) -> list[dict[str, Any]]:
     """Measure all pipelines on two processes, or report why PyTorch refuses one."""
     rows = []
-    with RankPool(RANKS, 120.0, ("benchmarks.jobs.everywhere",)) as pool:
+    with RankPool(RANKS, 120.0) as pool:
         for name, schedule, traced in track(PIPELINED, "pipelines", console=console, transient=True):
             job = "benchmarks.jobs.everywhere:compare_pipelines"
             ranks = pool.run(job, name, PIPELINE, schedule, MICROBATCHES, ROUNDS, traced)

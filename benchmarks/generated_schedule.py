@@ -158,7 +158,7 @@ def measure_real(console: Console) -> list[dict[str, Any]]:
     seconds: list[list[float]] = [[] for _ in tables]
     with (
         tempfile.TemporaryDirectory() as folder,
-        RankPool(max(case.ranks for case, *_ in tables), 300.0, (JOBS,)) as pool,
+        RankPool(max(case.ranks for case, *_ in tables), 300.0) as pool,
     ):
         paths = [write_table(folder, str(n), schedule_to_csv(schedule)) for n, (*_, schedule) in enumerate(tables)]
         for _ in track(range(REAL_ROUNDS), "rounds of computing stages", console=console, transient=True):

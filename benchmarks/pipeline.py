@@ -100,7 +100,7 @@ def main() -> None:
     """Measure, print the tables, and write the JSON file."""
     console = Console()
     results: dict[str, Any] = {"environment": environment(), "unit_seconds": UNIT, "microbatches": MICROBATCHES}
-    with RankPool(RANKS, 300.0, ("benchmarks.jobs.pipeline",)) as pool:
+    with RankPool(RANKS, 300.0) as pool:
         results["time"] = measure_times(pool, console)
         results["memory"] = measure_peaks(pool)
     results["time"] += measure_jax_times()

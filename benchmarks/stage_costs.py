@@ -87,7 +87,7 @@ def measure(config: TransformerConfig, batch: int, num_microbatches: int, steps:
     shape = (batch, config.seq_length, streams * config.hidden_size)
     with (
         tempfile.TemporaryDirectory() as folder,
-        RankPool(config.pipeline_model_parallel_size, 300.0, (JOBS,)) as pool,
+        RankPool(config.pipeline_model_parallel_size, 300.0) as pool,
     ):
         table = write_table(folder, "split", schedule_to_csv(split(schedule_for(config, num_microbatches))))
         split_config = replace(

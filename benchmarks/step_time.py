@@ -117,7 +117,7 @@ def main() -> None:
 
 def measure_torch(console: Console) -> tuple[Machine, dict[str, list[float]]]:
     """Measure the rates of the slower rank, and the step times of every case."""
-    with RankPool(RANKS, 300.0, (JOBS, "reference_torch.train")) as pool:
+    with RankPool(RANKS, 300.0) as pool:
         both = pool.run(f"{JOBS}:torch_rates")
         slowest = {name: (max if name.endswith("latency") else min)(rates[name] for rates in both) for name in both[0]}
         seconds = {}
@@ -129,7 +129,7 @@ def measure_torch(console: Console) -> tuple[Machine, dict[str, list[float]]]:
 
 def measure_jax(console: Console) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Measure rates and step times of one JAX process on one core."""
-    with RankPool(1, 600.0, ("benchmarks.jobs.step_time",)) as pool:
+    with RankPool(1, 600.0) as pool:
         (rates,) = pool.run(f"{JOBS}:jax_rates")
         alone = [case for case in CASES if not case.together]
         return rates, {

@@ -56,7 +56,7 @@ MODEL = TransformerConfig(
 def measure_order(console: Console) -> list[dict[str, Any]]:
     """Measure sleeping layers and return the rows of the first table."""
     rows = []
-    with RankPool(SLEEPING_RANKS, 600.0, ("torch.distributed", JOBS)) as pool, console.status("sleeping layers"):
+    with RankPool(SLEEPING_RANKS, 600.0) as pool, console.status("sleeping layers"):
         for count in COUNTS:
             times = SLEEPING_LAYERS, FORWARD, BACKWARD
             seconds = pool.run(f"{JOBS}:time_sleeping", *times, count, TURNS)
@@ -73,7 +73,7 @@ def measure_steps(console: Console) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     train = TrainConfig(train_iters=100, global_batch_size=MICROBATCHES, micro_batch_size=1, eval_iters=1)
     for size in SIZES:
-        with RankPool(size, 1200.0, ("torch.distributed", JOBS)) as pool, console.status(f"PyTorch, {size} ranks"):
+        with RankPool(size, 1200.0) as pool, console.status(f"PyTorch, {size} ranks"):
             parts = pool.run(f"{JOBS}:torch_steps", MODEL, train, EXCHANGES, TURNS)
         found = {name: [max(step) for step in zip(*(part[name] for part in parts), strict=True)] for name in parts[0]}
         rows.append({"backend": "torch", "ranks": size} | _medians(found))

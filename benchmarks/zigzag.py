@@ -136,7 +136,7 @@ def main() -> None:
     console = Console(width=130)
     rows = []
     for size in SIZES:
-        with RankPool(size, 600.0, ("torch.distributed",)) as pool, console.status(f"{size} ranks"):
+        with RankPool(size, 600.0) as pool, console.status(f"{size} ranks"):
             rows += [measure(pool, Load(length, fused)) for length in LENGTHS for fused in (False, True)]
     show(console, rows)
     RESULT.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")

@@ -12,7 +12,7 @@ from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.offload import total_statistics
 from diptych.plans.training import StepResult
 from reference_torch.groups import make_mesh
-from reference_torch.rank_pool import RankPool
+from reference_torch.rank_pool import RankPool, preload
 from reference_torch.train import Trainer
 
 
@@ -31,8 +31,9 @@ class RankTrainer:
 
     def __init__(self, config: TransformerConfig, train_config: TrainConfig, corpus: Corpus, replicas: int = 1) -> None:
         self.config = config
+        preload("parity.ranks")
         timeout = config.pipeline_timeout + 60.0  # ranks report late messages before this time-out
-        self._pool = RankPool(replicas * config.model_parallel_size, timeout, ("reference_torch.train",))
+        self._pool = RankPool(replicas * config.model_parallel_size, timeout)
         self._pool.hold("parity.ranks:make_trainer", config, train_config, corpus)
 
     def __enter__(self) -> "RankTrainer":

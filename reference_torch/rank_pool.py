@@ -21,6 +21,21 @@ GRACE_SECONDS = 2.0
 """Seconds that the other ranks have to answer after the first error."""
 
 
+_preloaded = dict.fromkeys(["torch.distributed", "torch._dynamo"])
+
+
+def preload(*modules: str) -> None:
+    """Let the fork server load modules once for the ranks of all pools, which otherwise load them one by one.
+
+    Call this before the first pool starts, because the fork server starts with it. PyTorch's distributed package and
+    its compiler, which optimizers load, are always among them.
+
+    Args:
+        modules: names. A module must not start threads when it is imported, because ranks are forks.
+    """
+    _preloaded.update(dict.fromkeys(modules))
+
+
 class RankError(RuntimeError):
     """A failure of a rank; the message contains the errors of all ranks."""
 
@@ -31,13 +46,11 @@ class RankPool:
     Args:
         size: number of ranks.
         timeout: seconds that a call, and a collective within it, may take.
-        preload: modules that the fork server loads once for all ranks.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0, preload: tuple[str, ...] = ("torch.distributed",)) -> None:
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
         self.size = size
         self.timeout = timeout
-        self._preload = preload
         self._ranks: list[_Rank] = []
         self._folder: tempfile.TemporaryDirectory | None = None
 
@@ -113,7 +126,7 @@ class RankPool:
     def _start(self) -> None:
         """Start all ranks and wait until they have joined the process group."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(self._preload))
+        context.set_forkserver_preload([*_preloaded])
         self._folder = tempfile.TemporaryDirectory()
         store = f"{self._folder.name}/store"
         self._ranks = [_Rank(context, rank, self.size, store, self.timeout) for rank in range(self.size)]

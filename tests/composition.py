@@ -474,7 +474,7 @@ class Pools:
             if composition.ranks == 1:
                 return torch_step(composition, folder)
             count = composition.ranks
-            pool = self._pools.setdefault(count, RankPool(count, 300.0, ("reference_torch.train",)))
+            pool = self._pools.setdefault(count, RankPool(count, 300.0))
             return pool.run("tests.composition:torch_step", composition, folder, timeout=timeout)[0]
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ def make_trainer(what: str):
 
 @pytest.mark.multiprocess
 def test_ranks_with_other_data_or_settings_do_not_train_together():
-    with RankPool(2, 60.0, ("reference_torch.train",)) as pool:
+    with RankPool(2, 60.0) as pool:
         pool.run(f"{__name__}:make_trainer", "nothing")
         for what, message in (
             ("corpus", "training_bytes: expected 3891 on every rank, as on rank 0, got 3800 on rank 1"),

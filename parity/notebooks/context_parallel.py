@@ -16,7 +16,7 @@ from jax_impl.delta_rule import chunk_kda
 from parity.compare import relative_difference
 from parity.notebooks.context_ranks import CHUNK, run_part
 from reference_torch.delta_rule import recurrent_kda
-from reference_torch.rank_pool import RankPool
+from reference_torch.rank_pool import RankPool, preload
 
 RESULTS = ("outputs", "q", "k", "v", "g", "beta")
 """Results of a run: the outputs, and the gradients of the inputs."""
@@ -132,7 +132,8 @@ def run_torch(
 
 def new_pool(size: int) -> RankPool:
     """Return a pool of PyTorch's ranks that can execute run_part."""
-    return RankPool(size, preload=("torch.distributed", "parity.notebooks.context_ranks"))
+    preload("parity.notebooks.context_ranks")
+    return RankPool(size)
 
 
 def worst_error(found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:

@@ -21,7 +21,7 @@ from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel as JaxModel
 from parity.compare import relative_difference
 from parity.notebooks.pipeline_ranks import training_steps
-from reference_torch.rank_pool import RankPool
+from reference_torch.rank_pool import RankPool, preload
 from reference_torch.transformer import GPTModel as TorchModel
 
 RANKS = 4
@@ -140,7 +140,8 @@ def execute_all(tokens: np.ndarray, targets: np.ndarray) -> dict[str, Execution]
     """
     parallel = replace(MODEL, pipeline_model_parallel_size=RANKS)
     configs = {"none": MODEL} | {name: cut(parallel, name) for name in NAMES}
-    with RankPool(RANKS, preload=("torch.distributed", "reference_torch.train")) as pool:
+    preload("reference_torch.train")
+    with RankPool(RANKS) as pool:
         divided = [configs[name] for name in NAMES]
         per_rank = pool.run("parity.notebooks.pipeline_ranks:training_steps", divided, tokens, targets)
     outcomes = {"none": training_steps([MODEL], tokens, targets)}

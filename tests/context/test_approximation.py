@@ -24,12 +24,12 @@ from reference_torch.delta_rule import chunk_kda
 from reference_torch.rank_pool import RankPool
 from tests.context.approximate_jobs import APPROXIMATIONS, approximated
 from tests.context.jobs import OFFSETS, Case
-from tests.context.test_context_parallel import PRELOAD, assert_equal
+from tests.context.test_context_parallel import assert_equal
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool(4, preload=PRELOAD) as pool:
+    with RankPool(4) as pool:
         yield pool
 
 

@@ -27,13 +27,12 @@ from tests.context.layer_jobs import LAYERS, MODELS, Layer, layer_part, layer_un
 from tests.jax_process import run_cases
 
 SIZES = (3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 8)))
-PRELOAD = ("torch.distributed", "tests.context.layer_jobs")
 TOLERANCE = 1e-12
 
 
 @pytest.fixture(scope="module", params=SIZES)
 def pool(request):
-    with RankPool(request.param, preload=PRELOAD) as pool:
+    with RankPool(request.param) as pool:
         yield pool
 
 
@@ -259,7 +258,7 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(pool):
 @pytest.mark.multiprocess
 def test_c13_states_travel_meanwhile():
     """0.2 s of other work beside each exchange of 0.1 s; the fastest of five steps."""
-    with RankPool(2, preload=("benchmarks.jobs.context",)) as pool:
+    with RankPool(2) as pool:
         found = pool.run("tests.context.exchange_jobs:seconds_beside_sleep", Load(64, 2, 16), 0.1, 0.2, 5)
     beside, after = (
         min(max(step) for step in zip(*(rank[way] for rank in found), strict=True)) for way in (True, False)
@@ -274,7 +273,7 @@ def test_c13_states_travel_meanwhile():
 def test_c13_states_travel_while_ranks_compute():
     """Exchanges take an eighth of the computation each; of three tries one has to be undisturbed."""
     load, jobs, tries = Load(1024, 8, 64), "benchmarks.jobs.context:time_with_delay", []
-    with RankPool(2, preload=("benchmarks.jobs.context",)) as pool:
+    with RankPool(2) as pool:
         for _ in range(3):
             compute = slowest(pool.run(jobs, load, (0.0,), 5), (0.0, True))
             found = pool.run(jobs, load, (compute / 8,), 5)
@@ -288,7 +287,7 @@ def test_c13_states_travel_while_ranks_compute():
 @pytest.mark.multiprocess
 def test_c14_a_long_sequence_in_little_memory():
     """131,072 tokens over eight ranks: each grows by its arguments, its results and a constant."""
-    with RankPool(8, preload=("torch.distributed", "benchmarks.jobs.context")) as pool:
+    with RankPool(8) as pool:
         found = pool.run("benchmarks.jobs.context:long_sequence", LONG)
     assert LONG.length == 131_072
     assert max(grown - given for _, grown, given in found) < 64 * 2**20

@@ -60,7 +60,7 @@ def assert_isolated(case: Case, poison: Poison, parts: list, size: int) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_numbers_that_are_not_finite_stay_in_their_sequence(impl):
-    with RankPool(4, preload=("torch.distributed", "tests.context.jobs")) as pool:
+    with RankPool(4) as pool:
         calls = [
             (Case(rule, tuple(OFFSETS), EXCHANGES[place % len(EXCHANGES)], bool(place % 2), impl=impl), poison)
             for place, poison in enumerate(POISONS if impl == "reference" else POISONS[2::5])
@@ -78,7 +78,7 @@ def test_maps_of_nearest_ranks_and_of_low_rank_keep_them_apart():
     """Sequences no longer than the ranks that are looked at, and maps of full rank: nothing is left out."""
     exchanges = [{"exchange": "ring", "truncate": 3}, {"exchange": "all_gather", "rank": 5}]
     calls = [(Case("kda", tuple(OFFSETS), **way), poison) for way in exchanges for poison in POISONS]
-    with RankPool(4, preload=("torch.distributed", "tests.context.jobs")) as pool:
+    with RankPool(4) as pool:
         found = pool.run("tests.context.jobs:poisoned_parts", calls)
     for (case, poison), parts in zip(calls, zip(*found, strict=True), strict=True):
         assert_isolated(case._replace(rank=None), poison, list(parts), 4)

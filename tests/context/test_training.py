@@ -163,7 +163,7 @@ def in_jax(cut: str, folder: Path, *names: str) -> dict[str, tuple]:
 def test_c11_replicas_of_ranks_train_as_one_process(changes):
     """Gradients are summed over parts of sequences and over sequences."""
     corpus, config = corpus_of_documents(), replace(CONFIG, context_parallel_size=2, **changes)
-    with RankPool(2 * config.model_parallel_size, preload=("reference_torch.train",)) as pool:
+    with RankPool(2 * config.model_parallel_size) as pool:
         pool.hold("parity.ranks:make_trainer", config, TRAIN, corpus)
         batch = corpus.batch(5, TRAIN.global_batch_size, CONFIG.seq_length)
         parts = pool.call("loss_and_gradients", batch, 5)

@@ -33,7 +33,7 @@ JOBS, LAYERS = "tests.context.jobs", "tests.context.layer_jobs"
 
 @pytest.fixture(scope="module", params=SIZES)
 def pool(request):
-    with RankPool(request.param, preload=("torch.distributed", LAYERS)) as pool:
+    with RankPool(request.param) as pool:
         yield pool
 
 

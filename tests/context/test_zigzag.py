@@ -86,7 +86,7 @@ def test_scores_and_bytes_are_the_formula_s(size, part):
 
 @pytest.fixture(scope="module", params=SIZES)
 def pool(request):
-    with RankPool(request.param, preload=("torch.distributed", JOBS)) as pool:
+    with RankPool(request.param) as pool:
         yield pool
 
 

@@ -21,7 +21,7 @@ CASES = {"plain": {}, "selective recompute": {**HYPER, **SELECTIVE}, "full recom
 def test_s2_layers_of_fsdp_have_the_gradients_of_whole_layers(case):
     config = replace(CONFIG, **CASES[case])
     batch = tiny_corpus().batch(0, 4, config.seq_length)
-    with RankPool(2, preload=("reference_torch.transformer",)) as pool:
+    with RankPool(2) as pool:
         found = pool.run("tests.distributed_optimizer.jobs:gradients_with_fsdp", config, batch)
     model = GPTModel(replace(config, recompute_granularity=None, recompute_method=None, recompute_modules=()))
     tokens, targets = (torch.from_numpy(x) for x in (batch.tokens, batch.targets))

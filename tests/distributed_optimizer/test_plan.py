@@ -41,7 +41,7 @@ def test_s2_moments_and_messages_are_the_predicted_ones(cut):
     replicas, config, train = settings(cut)
     ranks = replicas * config.model_parallel_size
     batch, count = train.microbatch if train.micro_batch_size else 2, 1 if train.micro_batch_size is None else 2
-    with RankPool(ranks, timeout=300.0, preload=("reference_torch.train",)) as pool:
+    with RankPool(ranks, timeout=300.0) as pool:
         measured = pool.run("tests.distributed_optimizer.jobs:moment_bytes", config, train)
         sent = pool.run("tests.planner.jobs:count_step", config, train)
     stages = predict_stages(config, batch)

@@ -6,7 +6,6 @@ from reference_torch.rank_pool import RankPool
 from tests.everywhere.pipeline_jobs import Case, undivided
 from tests.everywhere.torch_models import NAMES
 
-PRELOAD = ("torch.distributed", "tests.everywhere.pipeline_jobs")
 JOB = "tests.everywhere.pipeline_jobs:run"
 
 CUTS = {
@@ -23,13 +22,13 @@ CUTS = {
 
 @pytest.fixture(scope="module")
 def two():
-    with RankPool(2, preload=PRELOAD) as pool:
+    with RankPool(2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def four():
-    with RankPool(4, preload=PRELOAD) as pool:
+    with RankPool(4) as pool:
         yield pool
 
 

@@ -48,7 +48,7 @@ def outcomes(technique: str, surroundings: str, pools: dict[int, RankPool]) -> l
     if count == 1:
         return [run(technique, surroundings)]
     if count not in pools:
-        pools[count] = RankPool(count, 120.0, ("torch.distributed", "tests.everywhere.support_matrix"))
+        pools[count] = RankPool(count, 120.0)
     return pools[count].run("tests.everywhere.support_matrix:run", technique, surroundings)
 
 

@@ -3,22 +3,21 @@
 import pytest
 
 from reference_torch.rank_pool import RankPool
-from tests.pipeline.support import PRELOAD
 
 
 @pytest.fixture(scope="module")
 def two():
-    with RankPool(2, preload=PRELOAD) as pool:
+    with RankPool(2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def three():
-    with RankPool(3, preload=PRELOAD) as pool:
+    with RankPool(3) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def four():
-    with RankPool(4, preload=PRELOAD) as pool:
+    with RankPool(4) as pool:
         yield pool

@@ -12,7 +12,6 @@ from parity.tolerances import GRADIENT
 from reference_torch.rank_pool import RankPool
 from tests.pipeline.jobs import TINY, Case, Outcome, undivided_outcome
 
-PRELOAD = ("torch.distributed", "reference_torch.train")
 JOBS = "tests.pipeline.jobs"
 multiprocess = pytest.mark.multiprocess
 

@@ -23,7 +23,7 @@ from parity.cli.processes import CHILD
 from reference_torch.rank_pool import RankError, RankPool
 from tests.faults.messages import Fault
 from tests.pipeline.jobs import Case, Outcome, undivided_outcome
-from tests.pipeline.support import JOBS, PRELOAD, check, check_gradients, divided
+from tests.pipeline.support import JOBS, check, check_gradients, divided
 
 pytestmark = pytest.mark.multiprocess
 FAULTY = "tests.pipeline.fault_jobs"
@@ -83,7 +83,7 @@ class Scenario(NamedTuple):
 
 def rank_reports(scenario: Scenario) -> dict[int, RankReport]:
     """What each rank says that was left to say something; none is left afterwards."""
-    with tempfile.TemporaryDirectory() as folder, RankPool(4, timeout=25.0, preload=PRELOAD) as pool:
+    with tempfile.TemporaryDirectory() as folder, RankPool(4, timeout=25.0) as pool:
         pool.run(f"{JOBS}:run_cases", [])
         pids = pool.process_ids()
         arguments = *scenario[:2], folder, *scenario[2:4]
@@ -231,7 +231,7 @@ def test_messages_travel_while_ranks_compute():
     """Stages that sleep, a link that delays: near the simulated makespan, unless messages are waited for."""
     forward, backward, link = 0.03, 0.06, 0.015
     medians = {}
-    with RankPool(4, preload=PRELOAD) as pool:
+    with RankPool(4) as pool:
         for overlap in (True, False):
             config = divided(4, "1f1b", overlap_p2p_comm=overlap, untie_embeddings_and_output_weights=True)
             by_rank = pool.run(f"{FAULTY}:step_seconds", config, 8, (forward, backward, link), 3)
@@ -247,7 +247,7 @@ def test_messages_travel_while_ranks_compute():
 
 
 def test_ranks_answer_in_order_and_stay():
-    with RankPool(3, preload=PRELOAD) as pool:
+    with RankPool(3) as pool:
         assert pool.run(f"{FAULTY}:rank_number") == [0, 1, 2]
         pids = pool.process_ids()
         assert pool.run(f"{FAULTY}:misbehave", "nothing", 0) == [0, 1, 2]
@@ -257,7 +257,7 @@ def test_ranks_answer_in_order_and_stay():
 
 
 def test_ranks_keep_what_they_are_given_to_hold():
-    with RankPool(2, preload=PRELOAD) as pool:
+    with RankPool(2) as pool:
         assert pool.hold(f"{FAULTY}:Held", 10) is None
         assert pool.call("add", 5) == [15, 16]
         assert pool.run(f"{FAULTY}:rank_number") == [0, 1]
@@ -277,7 +277,7 @@ MISBEHAVIOUR = {
 
 def test_what_a_rank_does_instead_of_answering_reaches_the_caller():
     """Each time all ranks are gone, and the next call has new ones."""
-    with RankPool(2, preload=PRELOAD) as pool:
+    with RankPool(2) as pool:
         for how, message in MISBEHAVIOUR.items():
             assert pool.run(f"{FAULTY}:rank_number") == [0, 1]
             pids = pool.process_ids()
@@ -290,7 +290,7 @@ def test_what_a_rank_does_instead_of_answering_reaches_the_caller():
 
 def test_an_answer_that_cannot_be_taken_leaves_none_behind():
     """Those of the other ranks would be taken for answers to the next call."""
-    with RankPool(2, preload=PRELOAD) as pool:
+    with RankPool(2) as pool:
         pool.hold(f"{FAULTY}:Held", 10)
         pids = pool.process_ids()
         with pytest.raises(ValueError, match=r"invalid literal for int.*'unreadable'"):
@@ -301,7 +301,7 @@ def test_an_answer_that_cannot_be_taken_leaves_none_behind():
 
 
 def test_a_rank_that_died_between_two_calls_is_named():
-    with RankPool(2, preload=PRELOAD) as pool:
+    with RankPool(2) as pool:
         pool.run(f"{FAULTY}:rank_number")
         pids = pool.process_ids()
         os.kill(pids[1], signal.SIGKILL)
@@ -322,7 +322,7 @@ MISSED = {
 def test_a_rank_that_dies_between_messages_is_missed_by_name(monkeypatch):
     """While it writes a checkpoint, or before all ranks tell each other something."""
     monkeypatch.setattr(rank_pool, "GRACE_SECONDS", ANSWER)
-    with RankPool(2, preload=PRELOAD) as pool:
+    with RankPool(2) as pool:
         for how, what in MISSED.items():
             message = rf"rank 0: died with exit code 7\nrank 1: PipelineError: rank 1: expected {what}, but it did not"
             with pytest.raises(RankError, match=message):

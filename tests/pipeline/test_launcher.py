@@ -18,7 +18,6 @@ from parity.cli.processes import JOINED, report_joined, start_processes
 from reference_torch.rank_pool import RankPool
 from tests.fuzz.grammars.launcher import Fault, Program, check
 from tests.fuzz.harness import EQUAL, REFUSED, Growth
-from tests.pipeline.support import PRELOAD
 from tests.pipeline.test_faults import gone, wait_until_gone
 
 pytestmark = [
@@ -191,11 +190,11 @@ def test_pools_of_ranks_come_and_go():
         pids.extend(pool.process_ids())
 
     pids: list[int] = []
-    with RankPool(2, preload=PRELOAD) as pool:  # the fork server stays
+    with RankPool(2) as pool:  # the fork server stays
         use(pool)
     before, files = Growth(), len(os.listdir("/proc/self/fd"))
     for number in range(30):
-        pool = RankPool(2, preload=PRELOAD)
+        pool = RankPool(2)
         try:
             use(pool)
             if number % 3 == 1:  # some are left by an error, some while a rank is stopped

@@ -14,7 +14,6 @@ from reference_torch.pipeline import PipelineExecutor, split_batch
 from reference_torch.rank_pool import RankPool
 from tests.pipeline import module_jobs
 from tests.pipeline.module_jobs import batch, composed, loss, stages
-from tests.pipeline.support import PRELOAD
 
 JOBS = "tests.pipeline.module_jobs"
 
@@ -65,7 +64,7 @@ def test_what_cannot_go_on_is_refused(case):
 @pytest.mark.parametrize("case", ["shapes", "error"])
 def test_an_error_of_one_rank_ends_all(case):
     """In new ranks, since gloo closes the connections of a failed one."""
-    with RankPool(3, preload=PRELOAD) as pool:
+    with RankPool(3) as pool:
         ranks = pool.run(f"{JOBS}:refused", case)
     assert any(re.search(SAYS[case], first) for first, _ in ranks), ranks
     assert all(first for first, _ in ranks), "a rank believes that the step went well"

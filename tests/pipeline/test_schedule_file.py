@@ -269,7 +269,7 @@ def test_errors_of_a_file_are_those_of_the_validator():
 
 @pytest.fixture(scope="module")
 def two():
-    with RankPool(2, preload=("torch.distributed.pipelining", "reference_torch.train")) as pool:
+    with RankPool(2) as pool:
         yield pool
 
 

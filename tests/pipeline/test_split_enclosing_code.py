@@ -396,6 +396,38 @@ def test_what_stages_cannot_repeat_is_refused_by_name(name, with_example):
         run(split_model(case.model(), case.cuts, (batches()[0],) if with_example else None))
 
 
+class Unhashable(type):
+    """A metaclass whose classes cannot be in sets."""
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other
+
+
+TABLES = [torch.zeros(2), nn.Parameter(torch.zeros(2))]
+
+
+class GlobalTable(Model):
+    """Changes a tensor that only a list of the module holds."""
+
+    kind = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.a(x))
+        TABLES[self.kind].data.add_(1.0) if self.kind else TABLES[0].add_(1.0)
+        return self.c(y)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("some_class_has_no_hash", [False, True])
+def test_a_tensor_that_existed_before_is_found_wherever_it_is(kind, some_class_has_no_hash):
+    unhashable = Unhashable("Unhashable", (), {})() if some_class_has_no_hash else None
+    model = GlobalTable()
+    model.kind = kind
+    with pytest.raises(ValueError, match=r"got 'add_' on a tensor \[2\] that existed before, which every stage would"):
+        run(split_model(model, ["b", "c"], (batches()[0],)))
+    del unhashable
+
+
 def test_the_trace_draws_nothing(unchecked_shapes):
     model = RandomSubmodule()
     seed()

@@ -162,7 +162,7 @@ def test_ranks_go_on_from_one_checkpoint_alone(checkpoints, tmp_path):
     shutil.copytree(ours, same)
     expected = r"CheckpointError: checkpoint: expected the same one of .* on every process, got on rank 0: step 2, .*"
     settings = replace(CONFIG, pipeline_model_parallel_size=2), TRAIN, tiny_corpus()
-    with RankPool(2, preload=("reference_torch.train",)) as pool:
+    with RankPool(2) as pool:
         assert pool.run("tests.pipeline.fault_jobs:resume_each", *settings, (ours, same)) == [2, 2]
         for path, theirs in ((other, "step 2, checksum"), (tmp_path / "none", "checkpoint: expected a file or folder")):
             message = "".join(

@@ -361,7 +361,7 @@ def written(path, p: int, m: int, v: int, costs: Costs, **more) -> TransformerCo
 @pytest.mark.multiprocess
 def test_two_ranks_compute_what_one_process_does(tmp_path):
     uneven = Costs([1.0, 2.0, 1.0, 2.6], [1.2, 2.0, 1.5, 2.0], [0.7, 1.9, 0.8, 2.0], 0.4, 1.0, 0.5)
-    with RankPool(2, preload=("reference_torch.train",)) as pool:
+    with RankPool(2) as pool:
         cases = {
             "one stage a rank": Case(written(tmp_path / "1.csv", 2, 5, 1, Costs([1.0, 1.6], 1.2, 0.7, 0.4)), 5),
             "two stages a rank, a limit": Case(written(tmp_path / "2.csv", 2, 4, 2, uneven, memory_limit=4.0), 4),

@@ -26,7 +26,6 @@ from reference_torch.stage import model_provider
 from reference_torch.train import Trainer
 from tests.backends import tiny_corpus
 
-PRELOAD = ("torch.distributed", "tests.planner.jobs")
 TINY = TransformerConfig(
     hidden_size=8,
     num_layers=4,
@@ -67,7 +66,7 @@ def test_bytes_on_the_wire_are_those_that_pytorch_sends(name):
     ranks, replicas, settings = MESHES[name]
     config = replace(TINY, **settings)
     train = TrainConfig(train_iters=2, global_batch_size=8, micro_batch_size=2, eval_iters=1)
-    with RankPool(ranks, preload=PRELOAD) as pool:
+    with RankPool(ranks) as pool:
         sent = pool.run("tests.planner.jobs:count_step", config, train)
     terms = {term.name: term for term in wire_traffic(config, 2, 4 // replicas, replicas)}
     total = {name: term.total for name, term in terms.items()}
@@ -115,7 +114,7 @@ PARTS = {
 def test_memory_of_a_part_of_the_tokens_is_pytorchs():
     """Within 2%; a rank whose first sequence began on it keeps less of the delta rule."""
     base = TransformerConfig(64, 2, 4, num_query_groups=2, seq_length=256, context_parallel_size=2)
-    with RankPool(2, preload=PRELOAD) as pool:
+    with RankPool(2) as pool:
         for settings in PARTS.values():
             config = replace(base, **settings)
             measured = pool.run("tests.planner.jobs:measure_part", config, 1)

@@ -70,7 +70,7 @@ COUNT = 4
 
 @pytest.fixture(scope="module")
 def ranks():
-    with RankPool(2, timeout=300.0, preload=("tests.planner.peak_jobs",)) as pool:
+    with RankPool(2, timeout=300.0) as pool:
         yield pool
 
 

@@ -30,7 +30,7 @@ def run_steps(config, first: int, last: int, resumed: Path | None, saved: Path) 
 
 @pytest.fixture(scope="module")
 def ranks():
-    with RankPool(2, 120.0, ("reference_torch.train",)) as pool:
+    with RankPool(2, 120.0) as pool:
         yield pool
 
 

@@ -28,7 +28,7 @@ DAILY = ("attention",)
 
 @pytest.fixture(scope="module")
 def ranks():
-    with RankPool(2, timeout=240.0, preload=("reference_torch.train",)) as pool:
+    with RankPool(2, timeout=240.0) as pool:
         yield pool
 
 

@@ -32,7 +32,7 @@ def test_s1_bytes_on_the_wire_are_those_that_pytorch_sends(name):
     ranks, replicas, settings = MESHES[name]
     config = replace(CONFIG, **settings)
     train = TrainConfig(train_iters=2, global_batch_size=8, micro_batch_size=2, eval_iters=1)
-    with RankPool(ranks, preload=("reference_torch.train",)) as pool:
+    with RankPool(ranks) as pool:
         sent = pool.run("tests.planner.jobs:count_step", config, train)
     terms = {term.name: term for term in wire_traffic(config, 2, 4 // replicas, replicas)}
     total = {name: term.total for name, term in terms.items()}

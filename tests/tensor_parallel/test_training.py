@@ -139,7 +139,7 @@ def test_s1_backward_repeats_exchanges_only_with_full_recompute():
     full = {"recompute_granularity": "full", "recompute_method": "uniform"}
     train = replace(TRAIN, micro_batch_size=TRAIN.global_batch_size)
     found = {}
-    with RankPool(2, preload=("reference_torch.train",)) as pool:
+    with RankPool(2) as pool:
         for tokens in (False, True):
             for name, recompute in (("none", {}), ("selective", SELECTIVE), ("full", full)):
                 config = replace(CONFIG, sequence_parallel=tokens, **HYPER, **recompute)
@@ -165,7 +165,7 @@ def test_s1_replicas_of_ranks_train_as_one_process(changes):
     corpus = tiny_corpus()
     config = replace(CONFIG, **changes)
     batch = corpus.batch(5, TRAIN.global_batch_size, CONFIG.seq_length)
-    with RankPool(2 * config.model_parallel_size, preload=("reference_torch.train",)) as pool:
+    with RankPool(2 * config.model_parallel_size) as pool:
         pool.hold("parity.ranks:make_trainer", config, TRAIN, corpus)
         parts = pool.call("loss_and_gradients", batch, 5)
     expected = Trainer(undivided(config), TRAIN, corpus, device="cpu").loss_and_gradients(batch, 5)
@@ -217,7 +217,7 @@ def test_s1_a_checkpoint_is_of_any_number_of_ranks(tmp_path):
 @pytest.mark.multiprocess
 def test_a_loss_of_whole_logits_has_the_gradients_of_one_process():
     """Every rank computes the loss, which counts once."""
-    with RankPool(2, preload=("reference_torch.train",)) as pool:
+    with RankPool(2) as pool:
         for tokens in (False, True):
             found = pool.run("tests.tensor_parallel.jobs:gradients_of_logits", tokens)
             check_gradients_of_logits([part for part, _ in found], np.concatenate([part for _, part in found]), tokens)
@@ -244,7 +244,7 @@ def check_gradients_of_logits(of_hidden: list[np.ndarray], of_weight: np.ndarray
 def test_the_copies_of_a_tied_embedding_begin_equal():
     """Also where one rank has the first stage and the last."""
     config = replace(CONFIG, **CUTS["V-shaped stages"])
-    with RankPool(config.model_parallel_size, preload=("reference_torch.train",)) as pool:
+    with RankPool(config.model_parallel_size) as pool:
         found = pool.run("tests.tensor_parallel.jobs:embeddings", config, TRAIN)
     whole = initial_value(config.seed, "embedding.weight", parameter_specs(undivided(config))["embedding.weight"])
     for rank, copies in enumerate(found):

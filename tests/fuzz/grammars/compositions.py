@@ -25,7 +25,7 @@ from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V
 from diptych.plans.training import check_trainable, microbatches
 from parity.cli.commands import Plan
 from parity.cli.main import _plan  # pyright: ignore[reportPrivateUsage]
-from reference_torch.rank_pool import RankError, RankPool
+from reference_torch.rank_pool import RankError, RankPool, preload
 from tests.composition import BASE, DIMENSIONS, HYPER, LIKE_ANY
 from tests.fuzz.grammars import _composition_run as runs
 from tests.fuzz.grammars._composition_run import Part, Result
@@ -33,6 +33,7 @@ from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
 from tests.fuzz.jax_child import run_in_child
 
 JOBS = "tests.fuzz.grammars._composition_run"
+preload(JOBS)
 SECONDS = 60.0
 """Timeout in seconds; parts take a fraction of a second."""
 PATTERNS = (
@@ -300,8 +301,7 @@ def _run(part: Part, backend: str) -> Result:
         return run_in_child(f"{JOBS}:run_jax", part)
     if part.ranks == 1:
         return runs.run_torch(part)
-    preload = ("torch.distributed", "reference_torch.train", "torch._dynamo", JOBS)
-    pool = _pools.setdefault(part.ranks, RankPool(part.ranks, SECONDS, preload))
+    pool = _pools.setdefault(part.ranks, RankPool(part.ranks, SECONDS))
     return pool.run(f"{JOBS}:run_torch", part)[0]
 
 

@@ -17,7 +17,7 @@ import torch._dynamo  # torch.utils.checkpoint loads it on first use, which is n
 from diptych.plans.schedule.placement import SCHEDULES, V_SCHEDULES
 from parity.tolerances import GRADIENT
 from reference_torch import rank_pool
-from reference_torch.rank_pool import RankError, RankPool
+from reference_torch.rank_pool import RankError, RankPool, preload
 from tests.fuzz.grammars import _pipeline_steps as steps
 from tests.fuzz.grammars._pipeline_stages import (
     BAD,
@@ -32,6 +32,7 @@ from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
 from tests.fuzz.schedules import VIRTUAL, enough_microbatches, stages_per_rank
 
 JOB = "tests.fuzz.grammars._pipeline_steps:run"
+preload("tests.fuzz.grammars._pipeline_steps")
 SECONDS = 15.0
 """Timeout in seconds; programs take milliseconds."""
 GRACE = 0.15
@@ -151,13 +152,7 @@ _pools: dict[int, RankPool] = {}
 
 def _pool(size: int) -> RankPool:
     if size not in _pools:
-        preload = (
-            "torch.distributed",
-            "reference_torch.train",
-            "torch._dynamo",
-            "tests.fuzz.grammars._pipeline_steps",
-        )
-        _pools[size] = RankPool(size, SECONDS, preload)
+        _pools[size] = RankPool(size, SECONDS)
     return _pools[size]
 
 
