@@ -2,7 +2,9 @@
 
 import gc
 import os
+import resource
 from importlib.metadata import version
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("DIPTYCH_TUNE", "0")  # nothing is measured, nor written to the user's cache
@@ -35,9 +37,7 @@ from tests.daily import VARIABLE, choose_part, left_out, of_other_parts  # noqa:
 
 pytest_plugins = ["pytester"]
 
-# JAX keeps millions of objects, which the collector would otherwise visit again and again.
-gc.freeze()
-gc.set_threshold(20_000, 20, 20)
+gc.freeze()  # the half million objects of the libraries, which the collector would otherwise visit again and again
 
 torch.set_num_threads(1)
 jax.config.update("jax_enable_x64", True)
@@ -146,9 +146,28 @@ class _Parts:
             return f"part {self.part} of the longest series; {VARIABLE}=all runs them whole (tests/daily.py)"
 
 
+class _Compiled:
+    """Drops the programs that JAX has compiled, all of which it keeps, after a module that has left a gibibyte more."""
+
+    def __init__(self):
+        self.limit = self.resident() + 2**30
+
+    def resident(self) -> int:
+        """Return the bytes of this process in memory."""
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item, nextitem):
+        if nextitem is not None and nextitem.path != item.path and self.resident() > self.limit:
+            jax.clear_caches()
+            gc.collect()
+            self.limit = self.resident() + 2**30
+
+
 def pytest_configure(config):
     """Register the plugins of tests.daily."""
     config.pluginmanager.register(_Parts(choose_part(config.getoption("hypothesis_profile", None) == "all")))
+    config.pluginmanager.register(_Compiled())
     config.pluginmanager.register(_Daily())  # called first: its marks do not depend on the part
 
 

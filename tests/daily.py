@@ -43,6 +43,7 @@ EVERY = {
     "tests/recompute/test_recompute_modules.py::test_a_model_of_others_has_the_same_gradients_and_saves_less": 4,
     "tests/recompute/test_recompute_modules.py::test_surroundings": 4,
     "tests/everywhere/test_examples.py::test_an_example_runs": 4,
+    "tests/everywhere/test_examples.py::test_context_parallel_ranks_of_qwen_have_the_gradients_of_one_process": 0,
     "tests/everywhere/test_pipelines.py::test_two_ranks": 11,
     "tests/everywhere/test_pipelines.py::test_four_ranks": 11,
     "tests/everywhere/test_pipelines.py::test_wrapped_stages": 5,

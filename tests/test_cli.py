@@ -132,7 +132,10 @@ WRONG = {
     "config without a file": ("train --config", "config: expected a subcommand before --config and a TOML file"),
     "corpus missing": ("train --data-path /nowhere/at/all", "--data-path: expected an existing file or folder"),
     "corpus empty": ("train --data-path {empty}", "--data-path: expected a corpus with text in it, got 0 bytes"),
-    "corpus short": ("train --data-path {short}", "expected a training split of at least --seq-length + 1 = 129 bytes"),
+    "corpus short": (
+        "train --data-path {short}",
+        "expected a training split of at least --seq-length + 1 = 129 tokens",
+    ),
     "corpus short, compare": ("compare --output-dir {out} --data-path {short}", "expected a training split"),
     "corpus short for validation": (
         "train --data-path {medium}",

@@ -108,19 +108,19 @@ assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before,
 manager.close()
 """,
     ),
-    ("fault_injection.md", "def told_to_end"): (
+    ("fault_injection.md", "def terminated"): (
         """
 import inspect
 import signal
 from tests.faults import cases as fault_cases
-from tests.faults.cases import AT, Broken, Room
+from tests.faults.cases import AT, Broken, Workspace
 """,
         """
 Broken("slow", AT, seconds=1.0)  # the case itself, which make faults runs, has one line more
-real = inspect.getsource(fault_cases.told_to_end)
-lines = "program.signal(signal.SIGTERM)", "program.expect_end(0)", "room.resume(step=AT + 1)"
+real = inspect.getsource(fault_cases.terminated)
+lines = "program.signal(signal.SIGTERM)", "program.expect_end(0)", "workspace.resume(step=AT + 1)"
 assert all(line in real for line in lines)
-assert hasattr(Room, "train")
+assert hasattr(Workspace, "train")
 """,
     ),
     ("using.md", "import torch\nfrom reference_torch.saving"): (TRAINED, "assert output.shape == (1, 20, 256)"),

@@ -16,52 +16,54 @@ from rich.console import Console
 from tests.faults import runner
 from tests.faults.cases import CASES
 from tests.faults.faults import Broken
-from tests.faults.runs import MARK, Case, Room, marked
+from tests.faults.runs import MARK, Case, Workspace, marked
 
 pytestmark = pytest.mark.multiprocess
 HANG = "import time; time.sleep(600)"
 
 
-def fine(room: Room) -> None:
-    room.note("nothing happened")
+def fine(workspace: Workspace) -> None:
+    workspace.note("nothing happened")
 
 
-def unexpected(room: Room) -> None:
-    room.note("seen before")
-    room.expect(1 + 1 == 3, "1 + 1: expected 3, got 2")
+def unexpected(workspace: Workspace) -> None:
+    workspace.note("seen before")
+    workspace.expect(1 + 1 == 3, "1 + 1: expected 3, got 2")
 
 
-def hangs(room: Room) -> None:
+def hangs(workspace: Workspace) -> None:
     time.sleep(600)
 
 
-def dies(room: Room) -> None:
+def dies(workspace: Workspace) -> None:
     os._exit(3)
 
 
-def raises(room: Room) -> None:
+def raises(workspace: Workspace) -> None:
     raise KeyError("a mistake in the case")
 
 
-def start(room: Room, script: str) -> subprocess.Popen:
+def start(workspace: Workspace, script: str) -> subprocess.Popen:
     """In a session of its own, as ranks are."""
-    return subprocess.Popen([sys.executable, "-c", script], env={**os.environ, MARK: room.mark}, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", script], env={**os.environ, MARK: workspace.mark}, start_new_session=True
+    )
 
 
-def leaves_a_process(room: Room) -> None:
-    start(room, HANG)
+def leaves_a_process(workspace: Workspace) -> None:
+    start(workspace, HANG)
 
 
-def leaves_a_grandchild(room: Room) -> None:
+def leaves_a_grandchild(workspace: Workspace) -> None:
     """Its parent is gone when the case is over."""
-    child = start(room, f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {HANG!r}])")
-    room.wait_until(lambda: child.poll() is not None, "the end of the child")
+    child = start(workspace, f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {HANG!r}])")
+    workspace.wait_until(lambda: child.poll() is not None, "the end of the child")
 
 
-def waits_for_ever(room: Room) -> None:
-    """For a program, by the room's own means."""
-    child = start(room, HANG)
-    room.wait_until(lambda: child.poll() is not None, "the end of the child")
+def waits_for_ever(workspace: Workspace) -> None:
+    """For a program, by the workspace's own means."""
+    child = start(workspace, HANG)
+    workspace.wait_until(lambda: child.poll() is not None, "the end of the child")
 
 
 def case_of(run, deadline: float = 60.0) -> Case:
@@ -154,10 +156,10 @@ def test_page_shows_what_was_observed():
     assert table.endswith(" | **no** |\n")
 
 
-def broken_run(says: str, room: Room) -> None:
+def broken_run(says: str, workspace: Workspace) -> None:
     """A run of the program itself, struck in its tenth step, compared with one that nothing befell."""
-    room.train(fault=Broken("out of memory", 9)).expect_end(2, says)
-    room.expect_checkpoint()
+    workspace.train(fault=Broken("out of memory", 9)).expect_end(2, says)
+    workspace.expect_checkpoint()
 
 
 @pytest.mark.parametrize(("says", "failures"), [("could not allocate", 0), ("something else", 1)])
@@ -173,17 +175,17 @@ def test_a_checkpoint_that_is_not_the_uninterrupted_runs_is_found_out(tmp_path):
     assert results[0].failure == "checkpoint of step 12: not the uninterrupted run's"
 
 
-def changed_run(room: Room) -> None:
+def changed_run(workspace: Workspace) -> None:
     """Goes on from a checkpoint in which one number is another, checksum and all."""
     from diptych.plans.checkpoint import list_checkpoints, read_checkpoint, write_checkpoint
 
-    run = room.ended_run(12)
+    run = workspace.ended_run(12)
     last = read_checkpoint(run)
     for path in list_checkpoints(run):
         path.unlink()
     last.arrays[next(iter(last.arrays))].reshape(-1)[0] += 1e-3
     write_checkpoint(run, last)
-    room.expect_equal_end()
+    workspace.expect_equal_end()
 
 
 def one_of_each() -> list[Case]:
