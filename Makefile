@@ -1,7 +1,7 @@
 # make demo          train one model in both backends, side by side
 # make check         lint, types and fast tests
 # make test          what CI runs
-# make test-all      all tests, including notebooks and packaging; of the longest series the day's part
+# make test-all      all tests, including notebooks and packaging; of slow tests of many parameters the day's part
 # make bench         list the benchmarks; NAME=... runs one
 # make fuzz          random programs, compared with the plain program; FUZZ_MINUTES=30 sets the time
 # make composition   random compositions of all features, compared with the plain model: 15 minutes

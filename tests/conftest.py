@@ -137,13 +137,14 @@ class _Parts:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config, items):
-        are_others = of_other_parts([item.nodeid for item in items], self.part)
+        are_slow = [item.get_closest_marker("slow") is not None for item in items]
+        are_others = of_other_parts([item.nodeid for item in items], self.part, are_slow)
         config.hook.pytest_deselected(items=[item for item, other in zip(items, are_others, strict=True) if other])
         items[:] = [item for item, other in zip(items, are_others, strict=True) if not other]
 
     def pytest_report_header(self):
         if self.part:
-            return f"part {self.part} of the longest series; {VARIABLE}=all runs them whole (tests/daily.py)"
+            return f"part {self.part} of the slow series; {VARIABLE}=all runs them whole (tests/daily.py)"
 
 
 class _Compiled:

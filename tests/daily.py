@@ -4,7 +4,8 @@ make test: a fuzzer, another test or other parameters see the same. A number n: 
 those that are not marked slow, in the order of collection. Choose one that shares no factor with the lengths of the
 parameters. 0: none runs.
 
-make test-all runs these whole, except the longest series (PARTS), of which each day has another part.
+make test-all runs these whole, except slow tests of many parameters: each day has one half of those, and another part
+of the longest (PARTS).
 """
 
 import os
@@ -208,6 +209,8 @@ PARTS = {
     "tests/test_composition.py::test_kernels_learn_as_plain": 3,
 }
 """In how many parts make test-all runs a series of many long cases that see nearly the same."""
+SERIES = 4
+"""Parameter sets from which on a slow test runs in two parts, if PARTS does not name it."""
 
 VARIABLE = "DIPTYCH_TEST_PART"
 """The environment variable that chooses the part: a number, or all. make test-all takes the number of the day."""
@@ -220,16 +223,25 @@ def choose_part(is_all: bool) -> str:
     return os.environ.get(VARIABLE, "")
 
 
-def of_other_parts(names: list[str], part: str) -> list[bool]:
-    """Return for each test of a collection, by its name with parameters, whether another part has it."""
+def of_other_parts(names: list[str], part: str, are_slow: list[bool]) -> list[bool]:
+    """Return for each test of a collection whether another part has it.
+
+    Args:
+        names: of the tests, with parameters.
+        part: number of the part; "" or "all": it has all tests.
+        are_slow: for each test, whether make test leaves it out.
+    """
     if part in ("", "all"):
         return [False] * len(names)
-    seen: Counter[str] = Counter()
+    tests = [name.split("[")[0] for name in names]
+    lengths = Counter(test for test, is_slow in zip(tests, are_slow, strict=True) if is_slow)
+    seen: Counter[tuple[str, bool]] = Counter()
     found = []
-    for name in names:
-        test = name.split("[")[0]
-        found.append((seen[test] + int(part)) % PARTS.get(test, 1) != 0)
-        seen[test] += 1
+    for test, is_slow in zip(tests, are_slow, strict=True):
+        series = test, is_slow or test in PARTS
+        parts = PARTS.get(test, 2 if is_slow and lengths[test] >= SERIES else 1)
+        found.append((seen[series] + int(part)) % parts != 0)
+        seen[series] += 1
     return found
 
 

@@ -523,14 +523,18 @@ def test_missing_package_of_the_kernels_is_named(backend, missing):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_the_parts_of_a_series_have_each_test_once():
-    names = [f"{test}[{number}]" for test in [*PARTS, "tests/x.py::test_short"] for number in range(7)]
-    for test in dict.fromkeys(name.split("[")[0] for name in names):
-        own = [name for name in names if name.startswith(f"{test}[")]
-        count = PARTS.get(test, 1)
-        runs = [
-            [n for n, other in zip(own, of_other_parts(own, str(part)), strict=True) if not other]
-            for part in range(count)
-        ]
-        assert sorted(name for run in runs for name in run) == own
-    assert not any(of_other_parts(names, "all"))
+@pytest.mark.parametrize("test", [*PARTS, "tests/x.py::test_short", "tests/x.py::test_slow"])
+def test_the_parts_of_a_series_have_each_test_once(test):
+    """Of the last one, the even numbers are slow, and the others run in every part."""
+    names = [f"{test}[{number}]" for number in range(9)]
+    are_slow = [test.endswith("slow") and number % 2 == 0 for number in range(9)]
+    count = PARTS.get(test, 1 + any(are_slow))
+    runs = [
+        [name for name, other in zip(names, of_other_parts(names, str(part), are_slow), strict=True) if not other]
+        for part in range(count)
+    ]
+    fast = [name for name, is_slow in zip(names, are_slow, strict=True) if any(are_slow) and not is_slow]
+    assert sorted(name for run in runs for name in run) == sorted(names + fast * (count - 1))
+    assert len({len(run) for run in runs}) <= 2
+    assert not any(of_other_parts(names, "all", are_slow))
+    assert test in PARTS or not any(of_other_parts(names[:3], "0", [True] * 3)), "a short series"
