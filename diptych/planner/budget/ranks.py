@@ -154,6 +154,8 @@ class RankSearch:
                 return
             heapq.heappush(boxes, (_seconds(bound), next(count), lower, upper))
             for saved in ([each.saved for each in bound], upper) if known is None else ():
+                if _seconds(bound) >= least * (1 - TOLERANCE):
+                    break  # nothing in the box is better
                 solved = self._solve_all(budget, saved, saved, upper=True)
                 if solved is not None and _seconds(solved) < least:
                     found = solved
