@@ -1,8 +1,8 @@
 """Enforcement of the annotations of a package: shapes by jaxtyping, all other types by beartype.
 
 jaxtyping's own import hook decorates functions inside of functions at each call of the outer one, and binds the
-arguments of functions that take no arrays: an eighth of the time of make test. This hook leaves out the former, and
-gives the latter to beartype alone.
+arguments of functions that take no arrays: a tenth of the time of make test. This hook leaves out the former, and gives
+the latter to beartype alone.
 """
 
 import ast

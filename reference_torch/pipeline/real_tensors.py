@@ -97,7 +97,8 @@ class Changes:
 
 def _all_tensors() -> list[Tensor]:
     """Return all tensors of this process that Python's garbage collector tracks."""
-    objects, types = gc.get_objects(), {*_with_subclasses(Tensor)}
+    objects = gc.get_objects()
+    types = {*_with_subclasses(Tensor)}
     try:
         return [each for each in objects if type(each) in types]  # half the time of the line below
     except TypeError:  # a metaclass without a hash

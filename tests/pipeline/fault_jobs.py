@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -141,6 +142,10 @@ def step_seconds(config: TransformerConfig, count: int, times: tuple[float, floa
 
 def rank_number() -> int:
     return dist.get_rank()
+
+
+def has_loaded(module: str) -> bool:
+    return module in sys.modules
 
 
 def resume_each(config: TransformerConfig, train: TrainConfig, corpus: Corpus, paths: Sequence[Any]) -> int:

@@ -182,6 +182,14 @@ def test_training_ends_whichever_rank_does_not_come(name):
     assert check(REAL[name]).verdict == REFUSED
 
 
+def test_ranks_begin_with_what_the_fork_server_has_loaded():
+    """PyTorch's compiler, and what tests/conftest.py names; neither is imported by the job."""
+    with RankPool(1) as pool:
+        for module in ("torch._dynamo", "tests.everywhere.pipeline_jobs"):
+            assert pool.run("tests.pipeline.fault_jobs:has_loaded", module) == [True], module
+        assert pool.run("tests.pipeline.fault_jobs:has_loaded", "mailbox") == [False]
+
+
 def test_pools_of_ranks_come_and_go():
     """Thirty of them: no process, thread or open file is left, and memory does not grow."""
 

@@ -413,7 +413,7 @@ class GlobalTable(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.b(self.a(x))
-        TABLES[self.kind].data.add_(1.0) if self.kind else TABLES[0].add_(1.0)
+        TABLES[self.kind].data.add_(1.0)
         return self.c(y)
 
 

@@ -155,7 +155,7 @@ class RankSearch:
             heapq.heappush(boxes, (_seconds(bound), next(count), lower, upper))
             for saved in ([each.saved for each in bound], upper) if known is None else ():
                 if _seconds(bound) >= least * (1 - TOLERANCE):
-                    break  # nothing in the box is better
+                    break  # no blocks in the box are faster by more than the tolerance
                 solved = self._solve_all(budget, saved, saved, upper=True)
                 if solved is not None and _seconds(solved) < least:
                     found = solved
