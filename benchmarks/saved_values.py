@@ -16,7 +16,7 @@ import jax_impl.transformer
 import reference_torch.recompute
 import reference_torch.transformer
 from diptych.plans.config import TransformerConfig
-from diptych.plans.recompute import VALUES
+from diptych.plans.model.values import VALUES
 
 PAGE = Path(__file__).parent.parent / "docs" / "recompute.md"
 BEGIN = "<!-- table: python -m benchmarks.saved_values -->\n"

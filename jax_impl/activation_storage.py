@@ -55,7 +55,7 @@ def packed_for_backward(x: Float[Array, "*b k"], name: str | None) -> UInt8[Arra
 
     Args:
         x: the array. [..., K]
-        name: name of the value, one of diptych.plans.recompute.VALUES; None: it is not saved in 8 bits.
+        name: name of the value, one of diptych.plans.model.values.VALUES; None: it is not saved in 8 bits.
     """
     return None if name is None else name_value(pack(x), name)
 

@@ -51,7 +51,7 @@ def packed_for_backward(x: Float[Tensor, "*b k"], name: str | None) -> UInt8[Ten
 
     Args:
         x: the tensor. [..., K]
-        name: name of the value, one of diptych.plans.recompute.VALUES; None: it is not saved in 8 bits.
+        name: name of the value, one of diptych.plans.model.values.VALUES; None: it is not saved in 8 bits.
 
     Returns:
         [..., packed_width(K)] uint8; None also if autograd saves nothing now, or if recompute frees x.

@@ -84,6 +84,7 @@ def offload_layers(stages: Sequence[PipelineStage], config: TransformerConfig) -
         stages: the stages.
         config: configuration of the model.
     """
+    offloaded = {number: config.layer(number).offload for number in range(config.num_layers)}
     manager = TensorOffloadManager(
         config.enable_tensor_offload or config.enable_activation_offload,
         config.tensor_offload_pin_memory,
@@ -91,7 +92,8 @@ def offload_layers(stages: Sequence[PipelineStage], config: TransformerConfig) -
         parameters=config.enable_tensor_offload,
         activations=config.enable_activation_offload,
         activation_min_bytes=config.activation_offload_min_bytes,
-        activation_layers=[number for number in range(config.num_layers) if config.layer(number).offload],
+        activation_layers=[number for number, values in offloaded.items() if values is not None],
+        activation_values={number: values for number, values in offloaded.items() if isinstance(values, frozenset)},
     )
     for stage in stages:
         for number, layer in stage.decoder.layers.items():

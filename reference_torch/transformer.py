@@ -90,6 +90,7 @@ class TransformerLayer(nn.Module):
         Returns:
             Hidden states of the same shape.
         """
+        hidden_states = name_value(hidden_states, "residual_streams")
         recompute = context.recompute
         ranks = context.tensor_parallel
         connection = self.self_attention_hyper_connection

@@ -214,7 +214,7 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "activations offloaded": {
         "activations offloaded": _MOVED,
-        "activations of a layer offloaded": _MOVED | {"activation_offload_layers": "1"},
+        "some activations offloaded": _MOVED | {"activation_offload_layers": "0:fc1+residual_streams+q,1"},
     },
     "documents": {"documents": {"documents": True}},
     "dropout": {"dropout": {"hidden_dropout": 0.3}},

@@ -17,7 +17,7 @@ EVERY = {
     # Every combination of two takes a second or more, and each part is tested for itself every day.
     "tests/planner/test_memory.py::test_values_saved_in_8_bits_within_two_percent": 7,
     "tests/planner/test_memory.py::test_offloaded_activations_within_two_percent": 11,
-    "tests/planner/test_budget.py::test_values_move_to_the_host_where_that_is_faster": 3,
+    "tests/planner/test_budget_offload.py::test_values_move_to_the_host_where_that_is_faster": 3,
     "tests/test_activation_storage.py::test_layers_are_chosen": 3,
     "tests/test_fp8.py::test_a_linear_map_and_its_gradients_are_products_of_quantised_arrays": 3,
     "tests/test_fp8.py::test_arrays_of_any_rank_and_size": 5,

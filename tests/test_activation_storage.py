@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diptych.plans import activation_storage as plan
 from diptych.plans import fp8
-from diptych.plans.model.layers import format_numbers, layer_numbers
-from diptych.plans.recompute import VALUES, recompute_blocks, without_recompute
+from diptych.plans.model.layers import format_numbers, format_offload, layer_numbers, offloaded_values
+from diptych.plans.model.values import VALUES
+from diptych.plans.recompute import recompute_blocks, without_recompute
 from jax_impl import activation_storage as in_jax
 from jax_impl.linear_products import LinearProducts
 from parity.compare import relative_difference
@@ -153,6 +155,26 @@ def test_layers_that_are_recomputed_together_save_alike():
 def test_numbers_of_layers_are_read_and_written():
     assert layer_numbers("0-2,4,9-9") == {0, 1, 2, 4, 9}
     assert format_numbers({9, 4, 0, 2, 1}) == "0-2,4,9"
+
+
+@given(st.dictionaries(st.integers(0, 30), st.just("all") | st.frozensets(st.sampled_from(VALUES), min_size=1)))
+def test_offloaded_values_are_read_as_written(moved):
+    assert not moved or offloaded_values(format_offload(moved)) == moved
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0:", "expected names of values out of .*, got '' in '0:'"),
+        ("0:fc1+act", "expected names of values out of .*, got 'act' in '0:fc1.act'"),
+        ("0-3,2:fc1", "expected one entry for each layer, got '0-3,2:fc1', where two name layer 2"),
+        ("fc1:0", "expected numbers of layers, with names of values where not all move, .*, got 'fc1:0'"),
+        ("3-1:fc1", "expected numbers of layers, .*, got '3-1:fc1'"),
+    ],
+)
+def test_offloaded_values_of_another_form_are_refused(text, message):
+    with pytest.raises(ValueError, match=f"^activation_offload_layers: {message}"):
+        replace(CONFIG, num_layers=4, enable_activation_offload=True, activation_offload_layers=text)
 
 
 def test_a_frozen_weight_saves_no_input_and_transforms_are_refused():

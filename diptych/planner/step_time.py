@@ -239,8 +239,8 @@ def blocks_of_stages(config: TransformerConfig) -> StageBlocks:
 
 def _moving(config: TransformerConfig, settings: Sequence[LayerConfig], block: RecomputeBlock) -> MovingValues:
     """Return the groups of a block's layers that move; the settings are in the cache's key, their numbers are not."""
-    named = [number for number, layer in zip(block.layers, settings, strict=True) if layer.offload]
-    return MovingValues(named if block.kind != "full" else (), config.activation_offload_min_bytes)
+    moved = {number: layer.offload for number, layer in zip(block.layers, settings, strict=True) if layer.offload}
+    return MovingValues(moved if block.kind != "full" else {}, config.activation_offload_min_bytes)
 
 
 def _sharing(config: TransformerConfig) -> tuple[Hashable, ...]:

@@ -13,51 +13,11 @@ from typing import Literal, NamedTuple
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.config.recompute import layout_blocks
+from diptych.plans.model.values import VALUES
 from diptych.plans.schedule.partition import get_num_layers_to_build, get_transformer_layer_offset
 
 NO_RECOMPUTE = {field.name: field.default for field in fields(TransformerConfig) if "recompute" in field.name}
 """Settings of a model without recompute (the defaults)."""
-
-
-VALUES = (
-    "residual_streams",
-    "h_pre",
-    "h_post",
-    "h_res",
-    "aggregated",
-    "mixed",
-    "expanded",
-    "input_layernorm",
-    "kv_latent",
-    "q",
-    "k",
-    "v",
-    "short_conv",
-    "attention_weights",
-    "core_attn",
-    "attention_output",
-    "post_attention_layernorm",
-    "pre_mlp_layernorm",
-    "fc1",
-    "activation",
-    "mlp_output",
-    "post_mlp_layernorm",
-    "region_input",
-    "region_output",
-    "mixer_input_fp8",
-    "mixer_output_fp8",
-    "mlp_input_fp8",
-    "fc1_fp8",
-    "activation_fp8",
-)
-"""Names of a layer's values, equal in both backends, in kernels and in reports.
-
-residual_streams is the input of a sublayer, [B, T, S, D] or [B, T, D]; h_pre to expanded belong to hyper-connections;
-kv_latent is the output of the down projection of an mla layer; short_conv is the concatenation of q, k and v of a gdn
-or kda layer; fc1 and activation are the input and output of the activation function; region_input and region_output are
-what tensor-parallel ranks exchange before and after mixer and MLP, which only full recompute exchanges again. Names
-that end in fp8 are inputs of linear maps and activation functions that are saved in 8 bits; see activation_storage.
-"""
 
 MODULES: dict[str, tuple[str, ...]] = {
     "mhc": ("residual_streams", "h_pre", "h_post", "h_res", "aggregated", "mixed", "expanded"),

@@ -1,11 +1,13 @@
 """Activation offload: values that layers save for backward are on the host while other layers are in use."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import jax
 from jax import Array
 
+from diptych.plans.model.layers import Offloaded, is_offloaded
+from diptych.plans.model.values import LAYER_INPUT
 from diptych.plans.offload import Use, activation_event
 from jax_impl.offload.device import Moved, Pass, is_on_host
 from jax_impl.offload.layer import Saved
@@ -52,24 +54,28 @@ class Activations:
                 self._trace.append(activation_event("+", forward))
         return state
 
-    def end(self, use: Use, saved: Saved) -> None:
-        """Record the saved values of a forward that has ended, and copy them to the host if the plan moves them.
+    def end(self, use: Use, saved: Saved, names: Sequence[str | None], offloaded: Offloaded | None) -> None:
+        """Record the saved values of a forward that has ended, and copy those to the host that the plan moves.
 
         Args:
             use: the forward.
             saved: its values saved for backward.
+            names: names of ``saved.values``; None: a value has none.
+            offloaded: values of the layer that move; None: none.
         """
         self.saved[use.layer] = saved
         step = self._plan.get(use)
         if step is not None and step.leaves:
-            self.saved[use.layer] = jax.tree.map(self._move_to_host, saved)
+            values = [self._moved_to_host(x, n, offloaded) for x, n in zip(saved.values, names, strict=True)]
+            x = None if saved.x is None else self._moved_to_host(saved.x, LAYER_INPUT, offloaded)
+            self.saved[use.layer] = Saved(x, values)
             if any(map(is_on_host, jax.tree.leaves(self.saved[use.layer]))):
                 self._trace.append(activation_event("-", use))
 
-    def _move_to_host(self, array: Array) -> Array:
-        """Copy an array to the host, unless it is too small."""
+    def _moved_to_host(self, array: Array, name: str | None, offloaded: Offloaded | None) -> Array:
+        """Copy a value to the host, unless it stays on the device or is too small."""
         nbytes = array.size * array.dtype.itemsize
-        if nbytes < self._min_bytes:
+        if nbytes < self._min_bytes or not is_offloaded(name, offloaded):
             return array
         self._moved.note(nbytes)
         return jax.device_put(array, jax.memory.Space.Host)

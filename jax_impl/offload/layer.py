@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from diptych.plans.model.values import LAYER_INPUT
 from diptych.plans.recompute import RecomputeBlock
 from jax_impl.recompute import arguments_read, run_from_saved, run_saving, varying_leaves, with_leaves
 
@@ -54,6 +55,13 @@ class LayerRule:
         self._last = last
         self._analysis = analysis
 
+    @property
+    def names(self) -> list[str | None]:
+        """Names of the values that the last forward has saved, Saved.values."""
+        if self._recomputed:
+            return self._analysis["names"]
+        return [leaf.name for leaf in self._analysis["leaves"]]
+
     def is_replayed(self, kind: str) -> bool:
         """Return True if a use of this kind replays the layer's forward."""
         return kind == "R" or (self._recomputed and self._last)
@@ -63,7 +71,7 @@ class LayerRule:
         if not self._recomputed:
             y, pull_back = jax.vjp(run, layer, x)
             return y, Saved(None, self._leaves(run, layer, x, [], pull_back))
-        y, named = run_saving(run, self._dropped, layer, x)
+        y, named, names = run_saving(run, self._dropped, layer, x)
 
         def replay(layer: Layer, x: Array, named: list[Array], grad: Array) -> tuple:
             y, pull_back = run_from_saved(run, self._dropped, named, layer, x)
@@ -73,6 +81,8 @@ class LayerRule:
             read = arguments_read(replay, layer, x, named, y)
             self._analysis["read"] = read[len(jax.tree.leaves(layer)) + 1 : -1]
             self._analysis["named"] = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in named]
+            read = zip(names, self._analysis["read"], strict=True)
+            self._analysis["names"] = [name for name, is_read in read if is_read]
         values = [value for value, is_read in zip(named, self._analysis["read"], strict=True) if is_read]
         return y, Saved(x if self._first else None, values)
 
@@ -115,7 +125,8 @@ class LayerRule:
 
         if "leaves" not in self._analysis:
             varies = jax.tree.map(lambda _: False, layer), True, [True] * len(named)
-            self._analysis["leaves"] = varying_leaves(leaves_of, (layer, x, named), varies)
+            names = {len(jax.tree.leaves(layer)): LAYER_INPUT}
+            self._analysis["leaves"] = varying_leaves(leaves_of, (layer, x, named), varies, names)
         leaves = jax.tree.leaves(pull_back)
         return [leaves[leaf.indices[0]] for leaf in self._analysis["leaves"]]
 

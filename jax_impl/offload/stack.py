@@ -217,7 +217,8 @@ class _Stack:
             run, layer = self._bound(step.use.layer, arrays, device)
             with jax.named_scope(str(step.use)):
                 x, saved = self._rules[step.use.layer].forward(run, layer, x)
-            activations.end(step.use, saved)
+            offloaded = self._config.layer(step.use.layer).offload
+            activations.end(step.use, saved, self._rules[step.use.layer].names, offloaded)
             device.end(step)
         return x, _Residuals(host_layers, device.on_device, activations.saved, arrays)
 

@@ -289,9 +289,9 @@ class ModuleProgram:
         """True: W computes the matrix products that only weight gradients need."""
         return True
 
-    def offloads(self, layer: int | None) -> bool:
+    def offloads(self, layer: int | None, name: str | None) -> bool:
         """Return False: values that a user's stage saves stay on the device."""
-        del layer
+        del layer, name
         return False
 
     def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,8 +77,13 @@ class StageProgram(Protocol):
         """True if W computes the matrix products that only weight gradients need; see deferred_products.py."""
         ...
 
-    def offloads(self, layer: int | None) -> bool:
-        """Return True if values that a layer saves for backward move to the host; None: those outside of layers."""
+    def offloads(self, layer: int | None, name: str | None) -> bool:
+        """Return True if a value that a layer saves for backward moves to the host.
+
+        Args:
+            layer: number of the layer, in the stage from which the program was made; None: outside of layers.
+            name: name of the value; None: it has none.
+        """
         ...
 
     def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from diptych.plans.model.values import LAYER_INPUT
 from diptych.plans.schedule.lockstep import Keep
 from jax_impl.linear_products import LinearTap, LinearTaps
 from jax_impl.offload import is_on_host
@@ -206,8 +207,9 @@ class StageAutodiff:
         varies = jax.tree.map(lambda _: False, task)
         state = jax.tree.map(lambda _: True, task.state)
         varies = varies._replace(batch=task.batch.varying(), state=state)
-        found = varying_leaves(leaves, (task, x), (varies, jax.tree.map(lambda _: True, x)))
-        moving = [leaf for leaf in found if program.offloads(leaf.layer)]
+        names = {len(jax.tree.leaves(task)): LAYER_INPUT}
+        found = varying_leaves(leaves, (task, x), (varies, jax.tree.map(lambda _: True, x)), names)
+        moving = [leaf for leaf in found if program.offloads(leaf.layer, leaf.name)]
         return _Leaves([leaf for leaf in found if leaf not in moving], moving)
 
     def _find_products(self, program: StageProgram, task: Task, x: Any) -> DeferredProducts:

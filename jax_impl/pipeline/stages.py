@@ -38,7 +38,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import exchange_options
 from diptych.plans.mesh import undivided
 from diptych.plans.model.implementation import uses_kernels
-from diptych.plans.model.layers import LayerConfig
+from diptych.plans.model.layers import LayerConfig, is_offloaded
 from diptych.plans.model.parameters import ParameterSpec, Split, parameter_specs
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.actions import Schedule
@@ -223,16 +223,17 @@ class Program:
         jax.eval_shape(run, task, x)
         return taps.shapes
 
-    def offloads(self, layer: int | None) -> bool:
-        """Return True if values that a layer saves for backward move to the host.
+    def offloads(self, layer: int | None, name: str | None) -> bool:
+        """Return True if a value that a layer saves for backward moves to the host.
 
         Args:
             layer: number of a layer, in the stage from which the program was made; None: embedding and head, whose
-                values move if those of all layers do.
+                values move if all values of all layers do.
+            name: name of the value; None: it has none.
         """
         if layer is None or self.config.activation_offload_layers is None:
             return self.config.enable_activation_offload and self.config.activation_offload_layers is None
-        return self.config.layer(layer).offload
+        return is_offloaded(name, self.config.layer(layer).offload)
 
     def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``run`` with the rule for what it saves for backward in a slot."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,8 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from diptych.plans.activation_storage import dropped_values
 from diptych.plans.config import TransformerConfig
-from diptych.plans.recompute import VALUES, RecomputeBlock, recompute_blocks
+from diptych.plans.model.values import VALUES
+from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from jax_impl.carry import carried_through
 from jax_impl.traced_programs import trace_inlined
 
@@ -29,10 +31,10 @@ def name_value(x: Array, name: str) -> Array:
 
     Args:
         x: the value, of any shape.
-        name: one of diptych.plans.recompute.VALUES.
+        name: one of diptych.plans.model.values.VALUES.
 
     Raises:
-        ValueError: the name is not in diptych.plans.recompute.VALUES.
+        ValueError: the name is not in diptych.plans.model.values.VALUES.
     """
     if name not in VALUES:
         raise ValueError(f"name: expected one of {VALUES}, got {name!r}")
@@ -109,7 +111,7 @@ def residual_report(fn: Callable[..., Array], *args: Any) -> dict[str, SavedValu
         args: its arguments.
 
     Returns:
-        A dict from name to SavedValue, in the order of diptych.plans.recompute.VALUES.
+        A dict from name to SavedValue, in the order of diptych.plans.model.values.VALUES.
     """
     program = jax.make_jaxpr(lambda *inputs: jax.vjp(fn, *inputs)[1])(*args).jaxpr
     origins = _origins(program, {})
@@ -218,8 +220,10 @@ def _listening(listener: Callable[[Array, str], Array]) -> Iterator[None]:
         _LISTENER.reset(before)
 
 
-def run_saving(function: Callable[..., Array], dropped: frozenset[str], *args: Any) -> tuple[Array, list[Array]]:
-    """Return ``function(*args)`` and its named values except the dropped ones, in the order of their names.
+def run_saving(
+    function: Callable[..., Array], dropped: frozenset[str], *args: Any
+) -> tuple[Array, list[Array], list[str]]:
+    """Return ``function(*args)``, its named values except the dropped ones, in the order of forward, and their names.
 
     Args:
         function: function to run.
@@ -227,14 +231,16 @@ def run_saving(function: Callable[..., Array], dropped: frozenset[str], *args: A
         args: arguments of the function.
     """
     saved: list[Array] = []
+    names: list[str] = []
 
     def save(x: Array, name: str) -> Array:
         if name not in dropped:
             saved.append(x)
+            names.append(name)
         return x
 
     with _listening(save):
-        return function(*args), saved
+        return function(*args), saved, names
 
 
 def run_from_saved(
@@ -279,6 +285,8 @@ class VaryingLeaf(NamedTuple):
     """Indices of the results that are equal to it."""
     layer: int | None
     """The last layer whose forward computes or reads it, see layer_scope; None: no layer."""
+    name: str | None
+    """Name of the value, see name_value; None: it has none."""
 
 
 _LAYER = "layer"
@@ -293,7 +301,9 @@ def layer_scope(number: int) -> contextlib.AbstractContextManager:
     return jax.named_scope(f"{_LAYER} {number}")
 
 
-def varying_leaves(function: Callable[..., Sequence[Any]], args: Any, varies: Any) -> list[VaryingLeaf]:
+def varying_leaves(
+    function: Callable[..., Sequence[Any]], args: Any, varies: Any, names: Mapping[int, str] = MappingProxyType({})
+) -> list[VaryingLeaf]:
     """Return the results of ``function(*args)`` that depend on a varying argument.
 
     If the function returns the leaves of a pull-back, these are the leaves that must be saved when the other
@@ -303,6 +313,7 @@ def varying_leaves(function: Callable[..., Sequence[Any]], args: Any, varies: An
         function: function that returns arrays.
         args: its arguments, or their shapes.
         varies: the same structure as args, with True for each array that varies.
+        names: names of values among the arrays of args, by index.
     """
     traced = trace_inlined(function, *args).jaxpr
     varying = {v for v, is_varying in zip(traced.invars, jax.tree.leaves(varies), strict=True) if is_varying}
@@ -315,12 +326,18 @@ def varying_leaves(function: Callable[..., Sequence[Any]], args: Any, varies: An
         for variable in [*equation.invars, *equation.outvars] if numbers else ():
             if not isinstance(variable, Literal):
                 layers[variable] = max(numbers[-1], layers.get(variable, 0))
+    origins = _origins(traced, {traced.invars[index]: (traced.invars[index], name) for index, name in names.items()})
     indices: dict[Any, list[int]] = {}
     for index, variable in enumerate(traced.outvars):
         if not isinstance(variable, Literal) and variable in varying:
             indices.setdefault(variable, []).append(index)
     return [
-        VaryingLeaf(jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype), tuple(equal), layers.get(variable))
+        VaryingLeaf(
+            jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype),
+            tuple(equal),
+            layers.get(variable),
+            origins[variable][1] if variable in origins else None,
+        )
         for variable, equal in indices.items()
     ]
 

@@ -28,7 +28,7 @@ import reference_torch.self_attention
 import reference_torch.transformer
 from diptych.planner.memory import predict_memory
 from diptych.plans.config import TransformerConfig
-from diptych.plans.recompute import VALUES
+from diptych.plans.model.values import VALUES
 from jax_impl.transformer import GPTModel as JaxModel
 from parity.figures import INK, ORACLE, STYLES, TORCH, new_figure
 from reference_torch import recompute as torch_recompute

@@ -1,13 +1,14 @@
 """Activation offload: tensors saved for backward move to the host after forward and return for backward.
 
-All tensors that one forward of a layer saves form a group, which moves together. Each memory moves once for a layer,
-even if several views of it are saved. Parameters, small tensors and outputs that recompute discards do not move.
+The tensors that one forward of a layer saves form a group, which moves together: all of them, or the values of some
+names. Each memory moves once for a layer, even if several views of it are saved. Parameters, small tensors and outputs
+that recompute discards do not move.
 """
 
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, UntypedStorage, nn
 from diptych.plans.offload import Use, activation_event
 from reference_torch.offload.link import Copy, Link, OffloadError
 from reference_torch.offload.statistics import OffloadStatistics
+from reference_torch.recompute import NamedValue
 from reference_torch.recompute.region import slot_of
 
 
@@ -79,6 +81,11 @@ class SavedMemory:
         if self._host is not None:
             self._pool.give_back(self._host)
 
+    @property
+    def address(self) -> int | None:
+        """Address of the storage; None while it is not on the device."""
+        return None if self._device_storage is None else self._device_storage._cdata
+
     def watch(self, tensor: Tensor) -> int:
         """Record the version of a tensor in this memory and return its index for check_unchanged.
 
@@ -89,8 +96,7 @@ class SavedMemory:
 
     def holds_unchanged(self, storage: UntypedStorage) -> bool:
         """Return True if this is the memory of ``storage`` and has not changed since it was saved."""
-        is_same = self._device_storage is not None and self._device_storage._cdata == storage._cdata
-        return is_same and not self._is_changed
+        return self.address == storage._cdata and not self._is_changed
 
     def evict(self) -> int:
         """Start the copy to the host if the host has no copy yet, and return the number of bytes copied.
@@ -181,17 +187,36 @@ class ActivationGroup:
     Args:
         use: the forward.
         stays_on_device: True if its backward comes so soon that nothing moves.
+        values: names of the values that move, see reference_torch.recompute.name_value; None: all values move, also
+            those without a name.
     """
 
-    def __init__(self, use: Use, stays_on_device: bool) -> None:
+    def __init__(self, use: Use, stays_on_device: bool, values: Collection[str] | None = None) -> None:
         self.use = use
         self.stays_on_device = stays_on_device
+        self.values = values
+        self.named: list[NamedValue] = []
+        """Values that the forward has named, until the group has left the device."""
         self.memories: list[weakref.ref[SavedMemory]] = []  # only the graph keeps them alive
 
     @property
     def alive(self) -> list[SavedMemory]:
         """Memories that the graph still uses."""
         return [memory for memory in (reference() for reference in self.memories) if memory is not None]
+
+    def select(self) -> None:
+        """Keep only the memories of the values that move, once the forward has ended."""
+        if self.values is None:
+            return
+        names: dict[int, str] = {}
+        for value in self.named:
+            names.setdefault(value.storage.cdata, value.name)
+        self.memories = [
+            reference
+            for reference in self.memories
+            if (memory := reference()) is not None and names.get(memory.address or 0) in self.values
+        ]
+        self.named = []
 
 
 class SavedActivation:
@@ -266,6 +291,7 @@ class ActivationOffload:
     def evict(self, group: ActivationGroup) -> None:
         """Start to move the group of a forward that has ended, once the previous group has left."""
         self.finish_eviction()
+        group.select()
         if group.stays_on_device or not group.alive:
             return
         self._record(activation_event("-", group.use))

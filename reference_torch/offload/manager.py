@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class TensorOffloadManager:
             layers whose backwards come next.
         activation_min_bytes: activations of fewer bytes stay on the device.
         activation_layers: numbers of the layers whose activations move; None: all.
+        activation_values: names of the values that move, of layers of which only some do; layers name their values with
+            reference_torch.recompute.name_value.
         optimizer_state: offload the optimizer state of layers, from the first step() on.
         gradients: offload the gradients of layers, which must not be in DistributedDataParallel.
 
@@ -72,6 +74,7 @@ class TensorOffloadManager:
         activations: bool = False,
         activation_min_bytes: int = 2**20,
         activation_layers: Collection[int] | None = None,
+        activation_values: Mapping[int, Collection[str]] | None = None,
         optimizer_state: bool = False,
         gradients: bool = False,
     ) -> None:
@@ -80,6 +83,7 @@ class TensorOffloadManager:
         self.pin_memory = pin_memory
         self.num_prefetch_layers = num_prefetch_layers
         self._activation_layers = activation_layers
+        self._activation_values = activation_values or {}
         self._residency = Residency(
             pin_memory, parameters, activations, activation_min_bytes, optimizer_state, gradients
         )
@@ -249,8 +253,10 @@ class TensorOffloadManager:
         if self._residency.activations is None or not torch.is_grad_enabled() or internals.runs_in_backward():
             return None
         order = self._scheduler.order
-        stays = self._activation_layers is not None and order.current.layer not in self._activation_layers
-        return ActivationGroup(order.current, stays or order.current in order.forwards_needed_next())
+        layer = order.current.layer
+        stays = self._activation_layers is not None and layer not in self._activation_layers
+        stays = stays or order.current in order.forwards_needed_next()
+        return ActivationGroup(order.current, stays, self._activation_values.get(layer))
 
     def end_group(self, group: ActivationGroup) -> None:
         """Start to move the activations of a forward that has ended."""

@@ -22,7 +22,7 @@ from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import OffloadError
 from reference_torch.offload.memory import gradient_node
 from reference_torch.offload.writes import UseHook
-from reference_torch.recompute import before_replay
+from reference_torch.recompute import before_replay, recorded_names
 from reference_torch.recompute.internals import (
     is_differentiated_by_func_transform,
     outside_compiled_graphs,
@@ -87,7 +87,7 @@ class LayerObserver:
         """Indices of the parameters that have a gradient hook."""
         self._boundaries: weakref.WeakSet[_Boundary] = weakref.WeakSet()
         """Boundaries of leaf tensors, which outlive their graphs."""
-        self._running: list[tuple[_Call, ActivationGroup | None, saved_tensors_hooks, Token]] = []
+        self._running: list[tuple[_Call, ActivationGroup | None, contextlib.ExitStack, Token]] = []
         self.thread: threading.Thread | None = None
         """Thread of the running forward; None also for a replay in backward."""
         self.backward: _Call | None = None
@@ -141,9 +141,11 @@ class LayerObserver:
                 boundary.add_consumer(call)
                 if tensor.is_leaf:
                     self._boundaries.add(boundary)
-        hooks = listener.saved_tensor_hooks(group)
-        hooks.__enter__()
-        self._running.append((call, group, hooks, before_replay.set(self._on_replay)))
+        scope = contextlib.ExitStack()
+        if group is not None and group.values is not None:
+            group.named = scope.enter_context(recorded_names())
+        scope.enter_context(listener.saved_tensor_hooks(group))
+        self._running.append((call, group, scope, before_replay.set(self._on_replay)))
         self.thread = None if runs_in_backward() else threading.current_thread()
 
     @outside_compiled_graphs
@@ -151,11 +153,11 @@ class LayerObserver:
         """End the observation of a forward, also if the forward or one of its pre-hooks raised an error."""
         if not self._running or module is not self._module():
             return
-        call, group, hooks, token = self._running.pop()
+        call, group, scope, token = self._running.pop()
         if not self._running:
             self.thread = None
         before_replay.reset(token)
-        hooks.__exit__(None, None, None)
+        scope.close()
         if torch.is_grad_enabled():
             for tensor in _with_gradient(output):
                 if not tensor.is_leaf:  # the layer has computed nothing whose gradient comes after that of a leaf

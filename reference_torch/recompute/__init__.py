@@ -21,7 +21,7 @@ from reference_torch.recompute.guards import (
 from reference_torch.recompute.memory import MemoryUse, measure_memory
 from reference_torch.recompute.modules import ModuleBytes, RecomputedModules, recompute_modules
 from reference_torch.recompute.region import before_replay
-from reference_torch.recompute.report import SavedValue, name_value, residual_report
+from reference_torch.recompute.report import NamedValue, SavedValue, name_value, recorded_names, residual_report
 
 __all__ = [
     "CheckpointWithoutOutput",
@@ -36,6 +36,8 @@ __all__ = [
     "SAVE_ALL",
     "run_block",
     "name_value",
+    "NamedValue",
+    "recorded_names",
     "residual_report",
     "SavedValue",
     "measure_memory",

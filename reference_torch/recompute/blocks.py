@@ -30,7 +30,7 @@ class BlockRecomputation:
         """Return ``fn(*args)``, and recompute it in backward if the plan drops the value.
 
         Args:
-            value: name of the result of fn, one of diptych.plans.recompute.VALUES.
+            value: name of the result of fn, one of diptych.plans.model.values.VALUES.
             fn: function to call.
             args: its arguments.
         """

@@ -1,6 +1,7 @@
 """Report of the named values that are saved for backward."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from diptych.plans.recompute import VALUES
+from diptych.plans.model.values import VALUES
 from reference_torch.recompute.region import slot_at
 
 
@@ -22,7 +23,7 @@ class SavedValue(NamedTuple):
     """Bytes of all values of the name together."""
 
 
-class _Named(NamedTuple):
+class NamedValue(NamedTuple):
     """A value that name_value has registered."""
 
     name: str
@@ -32,25 +33,35 @@ class _Named(NamedTuple):
     storage: StorageWeakRef
 
 
-_named: ContextVar[list[_Named] | None] = ContextVar("_named", default=None)
+_recordings: ContextVar[tuple[list[NamedValue], ...]] = ContextVar("_recordings", default=())
+
+
+@contextlib.contextmanager
+def recorded_names() -> Iterator[list[NamedValue]]:
+    """Return a context that records every value that name_value registers, in a list."""
+    recording: list[NamedValue] = []
+    token = _recordings.set((*_recordings.get(), recording))
+    try:
+        yield recording
+    finally:
+        _recordings.reset(token)
 
 
 def name_value(x: Tensor, name: str) -> Tensor:
-    """Return x, registered with residual_report under ``name``.
+    """Return x, registered under ``name`` for residual_report and for offload of values by name.
 
     Args:
         x: the value, of any shape.
-        name: one of diptych.plans.recompute.VALUES.
+        name: one of diptych.plans.model.values.VALUES.
 
     Raises:
-        ValueError: the name is not in diptych.plans.recompute.VALUES.
+        ValueError: the name is not in diptych.plans.model.values.VALUES.
     """
     if name not in VALUES:
         raise ValueError(f"name: expected one of {VALUES}, got {name!r}")
-    named = _named.get()
-    if named is not None:
+    for recording in _recordings.get():
         dtype = str(x.dtype).removeprefix("torch.")
-        named.append(_Named(name, tuple(x.shape), dtype, x.nbytes, StorageWeakRef(x.untyped_storage())))
+        recording.append(NamedValue(name, tuple(x.shape), dtype, x.nbytes, StorageWeakRef(x.untyped_storage())))
     return x
 
 
@@ -65,14 +76,10 @@ def residual_report(fn: Callable[..., Any], *args: Any) -> dict[str, SavedValue]
         args: its arguments.
 
     Returns:
-        A dict from name to SavedValue, in the order of diptych.plans.recompute.VALUES.
+        A dict from name to SavedValue, in the order of diptych.plans.model.values.VALUES.
     """
-    token = _named.set([])
-    try:
+    with recorded_names() as named:
         result = fn(*args)
-        named = _named.get() or []
-    finally:
-        _named.reset(token)
     report: dict[str, SavedValue] = {}
     counted = {tensor.untyped_storage()._cdata for tensor in tree_leaves(result) if isinstance(tensor, Tensor)}
     for value in named:

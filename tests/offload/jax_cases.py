@@ -228,7 +228,23 @@ def test_values_of_some_layers_lie_on_the_host():
     assert moved("0") == first, "the slots of all ranks are as long as the longest"
 
 
-@pytest.mark.parametrize("case", ["1", "0,3"])
+def test_values_of_some_names_lie_on_the_host():
+    """Slots of two names hold what the slots of each hold, and no more than those of all values."""
+    config = replace(PLAIN, **STREAMS, **MOVED, num_layers=4)
+
+    def moved(layers: str) -> int:
+        step, params, batch = made(replace(config, activation_offload_layers=layers), 3)
+        step.lower(params, *batch)
+        return step.moved.bytes
+
+    first, second, both = (moved(f"0-3:{names}") for names in ("fc1", "q", "fc1+q"))
+    assert 0 < second < first
+    assert first + second == both < moved("0-3")
+    assert moved("0:fc1,2:fc1") == first // 2, "of one of the two layers of each rank"
+    assert moved("0-3:mixed") == 0, "it is not saved"
+
+
+@pytest.mark.parametrize("case", ["1", "0,3", "0-1:fc1+q,2,3:residual_streams"])
 def test_gradients_with_some_layers_on_the_host(case):
     some = {"num_layers": 4, "activation_offload_layers": case}
     check(offloaded(replace(PLAIN, **STREAMS, **RECOMPUTED, **SPLIT, **some, **MOVED), 1, True), 3, {})

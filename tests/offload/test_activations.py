@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from diptych.plans.offload import Use, pass_uses, step_uses
 from reference_torch.offload import OffloadError
 from reference_torch.offload.link import Link
-from reference_torch.recompute import CheckpointWithoutOutput, measure_memory
+from reference_torch.recompute import CheckpointWithoutOutput, measure_memory, name_value
 from tests.offload.jobs import activation_events
 from tests.offload.support import (
     ACTIVATIONS,
@@ -69,6 +69,33 @@ def test_activations_are_moved_once_and_parameters_never(managers):
     # gradient, tanh's result and exp's.
     assert manager.stats["bytes_out"] == manager.stats["bytes_in"] == 3 * (whole + (whole + whole + half))
     assert allocated[1:] == allocated[:1] * 2
+
+
+def test_values_of_some_names_leave(managers):
+    """Of layer 0 one value by name, of layer 1 all, of layer 2 a name that it does not save; the last layer stays."""
+
+    class Named(nn.Module):
+        def forward(self, x):
+            wide = name_value(torch.tanh(x), "fc1")
+            inner = name_value(wide * wide, "activation")
+            return name_value(inner[:, :8].exp() * inner[:, 8:], "mlp_output").repeat(1, 2).square()
+
+    layers = nn.ModuleList(Named() for _ in range(4))
+    moved = {"activation_layers": [0, 1, 2, 3], "activation_values": {0: {"activation"}, 2: {"h_pre"}}}
+    manager = managers(layers, 0, parameters=False, activations=True, activation_min_bytes=1, **moved)
+    results = []
+    for model in (layers, [Named() for _ in range(4)]):
+        x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        out = x
+        for layer in model:
+            out = layer(out)
+        out.sum().backward()
+        results.append(x.grad)
+    assert torch.equal(*results)
+    # activation of layer 0; of layer 1 tanh's result, the product, exp's result and the input of the square
+    whole = x.nbytes
+    assert manager.stats["bytes_out"] == manager.stats["bytes_in"] == whole + (3 * whole + whole // 2)
+    assert [event for event in manager.trace if "a" in event] == ["-a0.0", "-a1.0", "+a1.0", "+a0.0"]
 
 
 def test_activations_really_leave(managers):

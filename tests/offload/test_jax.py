@@ -151,6 +151,28 @@ def test_gradients_are_those_without_offload_of_activations(mode, ahead, paramet
     assert_same_gradients(trainer_of(moved), trainer_of(config))
 
 
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        ("none", "fc1"),
+        ("layernorm", "fc1"),
+        ("all modules", "residual_streams"),
+        *(pytest.param(mode, name, marks=pytest.mark.slow) for mode in MODES for name in ("q", "h_res", "core_attn")),
+    ],
+)
+def test_values_of_a_name_move(mode, name):
+    """Of two of four layers; the last two stay. Gradients are those without offload."""
+    config = replace(PLAIN, **STREAMS, **MODES[mode])
+    plain = trainer_of(config)
+    batch = plain.corpus.batch(0, 2, config.seq_length)
+    saved = residual_report(partial(plain._loss, batch=batch), plain._params).get(name)
+    moved = trainer_of(replace(config, **MOVED, activation_offload_layers=f"0-3:{name}"))
+    jax.make_jaxpr(moved._update_step)(*step_arguments(moved))
+    whole = "full" in mode or saved is None  # whole layers do not move
+    assert moved.offload._moved.bytes == (0 if whole else saved.bytes // 2)
+    assert_same_gradients(moved, plain)
+
+
 # What is kept from forward to backward.
 
 

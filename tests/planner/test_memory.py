@@ -175,6 +175,7 @@ OFFLOADED = {
     "two": {"activation_offload_layers": "0,3"},
     "no prefetch": {"tensor_offload_num_prefetch_layers": 0},
     "two ahead": {"tensor_offload_num_prefetch_layers": 2, "activation_offload_layers": "0-3"},
+    "names": {"activation_offload_layers": "0-2:residual_streams+q+fc1+short_conv,3:residual_streams,4"},
 }
 
 

@@ -41,9 +41,18 @@ MOVED = {
     "activation_offload_layers": "0-1,4-5",
 }
 ALL_MOVED = {**MOVED, "activation_offload_layers": None}
+SOME_MOVED = {**MOVED, "activation_offload_layers": "0-3:fc1+q,4-6:residual_streams+core_attn,7"}
 CASES |= {
     "values on the host": ("1f1b", "attention", "none", "float32", {"num_layers": 8, **MOVED}),
     "split, values on the host": ("zb-h1", "gdn", "without mhc", "float32", {"num_layers": 8, **MOVED}),
+    "some on the host": ("1f1b", "gated attention", "none", "float32", {"num_layers": 8, **SOME_MOVED}),
+    "split in a V, some on the host": (
+        "zb-v",
+        "gdn",
+        "core_attn",
+        "float32",
+        {**TWO_STAGES, **SOME_MOVED, "num_layers": 8},
+    ),
     "all on the host": ("1f1b", "attention", "none", "float32", {"num_layers": 8, **ALL_MOVED}),
     "forwards first, all on the host": ("gpipe", "kda", "none", "float32", {"num_layers": 8, **ALL_MOVED}),
     "interleaved, all on the host": (
@@ -62,7 +71,7 @@ CASES |= {
         {**ALL_MOVED, "num_layers": 8, "tensor_offload_num_prefetch_layers": 2},
     ),
 }
-DAILY = ("1f1b", "split in a V", "split, values on the host", "all on the host")
+DAILY = ("1f1b", "split in a V", "split, values on the host", "some on the host", "all on the host")
 PARAMETERS = [pytest.param(c, id=c, marks=() if c in DAILY else pytest.mark.slow) for c in CASES]
 BATCH = 4
 COUNT = 4

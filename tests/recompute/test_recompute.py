@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from diptych.planner.memory import predict_memory
 from diptych.plans.config import TransformerConfig
-from diptych.plans.recompute import MODULES, VALUES, block_length, recompute_blocks
+from diptych.plans.model.values import VALUES
+from diptych.plans.recompute import MODULES, block_length, recompute_blocks
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
 from tests.backends import TORCH_DAILY, backend_module, model_gradients, normal

@@ -17,7 +17,7 @@ from diptych.planner.memory.rank_peaks import rank_peaks, stage_actions
 from diptych.planner.step_time import Machine, StageTimes
 from diptych.planner.traffic import message_bytes
 from diptych.plans.config import TransformerConfig
-from diptych.plans.model.layers import format_numbers
+from diptych.plans.model.layers import format_numbers, format_offload
 from diptych.plans.recompute import RecomputeBlock, format_layout, without_recompute
 from diptych.plans.schedule.named import schedule_for
 
@@ -158,9 +158,11 @@ def _offload(config: TransformerConfig, solved: list[RankSolution]) -> dict[str,
     """Return the settings of the layers whose saved values move to the host, if the model leaves them open."""
     if len(offload_choices(config)) == 1:
         return {}
-    moved = {number for rank in solved for stage in rank.stages for number in stage.moved}
-    layers = format_numbers(moved) if moved else None
-    return {"enable_activation_offload": bool(moved), "activation_offload_layers": layers}
+    offloaded = {
+        number: values for rank in solved for stage in rank.stages for number, values in stage.offloaded.items()
+    }
+    layers = format_offload(offloaded) if offloaded else None
+    return {"enable_activation_offload": bool(offloaded), "activation_offload_layers": layers}
 
 
 def _searches(config: TransformerConfig, batch: int, machine: Machine, count: int) -> list[RankSearch]:

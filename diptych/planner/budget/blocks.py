@@ -1,6 +1,7 @@
 """Memory and time of the parts of a stage: its blocks of layers, and what comes before and after them."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -9,11 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from diptych.planner.memory.nodes import Layer, Node
-from diptych.planner.memory.offload import MovingValues, layers_that_move
+from diptych.planner.memory.offload import MovingValues, values_that_move
 from diptych.planner.memory.simulate import Gradients, Simulation
 from diptych.planner.memory.stages import stage_builder
 from diptych.planner.step_time import StageTimes
 from diptych.plans.config import TransformerConfig
+from diptych.plans.model.layers import Offloaded
+from diptych.plans.model.values import VALUES
 from diptych.plans.recompute import RecomputeBlock
 from diptych.plans.schedule.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages
 
@@ -49,6 +52,8 @@ class BlockCost(NamedTuple):
     the block are on the device; None: ``peaks``."""
     begin_seconds: tuple[float, float] = (0.0, 0.0)
     """Seconds of the forward and of I of the block's first layer, behind which copies of these values are hidden."""
+    offloaded: Offloaded | None = None
+    """Values that move to the host; None: none."""
 
 
 class EndCost(NamedTuple):
@@ -75,7 +80,8 @@ class StageParts:
 
     Layers may save their values in 8 bits if the model has activation_storage; those in activation_storage_layers do.
     Likewise, the values of a layer may move to the host with enable_activation_offload, if the layer is a block of its
-    own, is not recomputed whole, and is not one of the stage's last layers, whose values may be needed next.
+    own, is not recomputed whole, and is not one of the stage's last layers, whose values may be needed next. Either all
+    its values move, or those whose copies are hidden behind the next layer; see _hidden_values.
     """
 
     def __init__(
@@ -120,8 +126,7 @@ class StageParts:
         key = (*(self._settings[number] for number in layers), first in self._staying, self._reads_message(layers))
         if key not in self._found:
             blocks = [*self._choices(layers)]
-            costs = [self.cost(block, config) for config in self._configs for block in blocks]
-            possible = [cost for cost in costs if cost is not None]
+            possible = [cost for config in self._configs for block in blocks for cost in self._costs(block, config)]
             self._found[key] = [cost for cost in possible if not any(self._beats(other, cost) for other in possible)]
         return self._found[key]
 
@@ -146,7 +151,7 @@ class StageParts:
         """Return the bytes of the message to the stage if it is copied to the host with the first layer's values."""
         number = self.layers.start
         block = RecomputeBlock("none", (number,))
-        moving = layers_that_move(self.config, block.layers, [block]).difference(self._staying)
+        moving = self._values_that_move(block, self.config)
         if not moving:
             return 0
         copied = self._times.of_block(self.config, (self._settings[number],), block, self._batch).moved
@@ -197,41 +202,108 @@ class StageParts:
             if names and (mhc or len(layers) == 1) and (has_mhc or not mhc):
                 yield RecomputeBlock("selective", tuple(layers), frozenset(names))
 
-    def cost(self, block: RecomputeBlock, config: TransformerConfig) -> BlockCost | None:
-        """Return the cost of a block, simulated alone; None if it has several layers and the values of one move."""
-        moving = layers_that_move(config, block.layers, [block]).difference(self._staying)
-        if moving and len(block.layers) > 1:
-            return None
-        simulations = self._simulate_block(block, config, moving)
+    def _costs(self, block: RecomputeBlock, config: TransformerConfig) -> Iterator[BlockCost]:
+        """Yield the costs of a block, one for each way to offload its values that is considered."""
+        moved = self._values_that_move(block, config)
+        if moved and len(block.layers) > 1:
+            return
+        simulations = self._simulate_block(block, config, moved)
+        yield self._cost(block, config, moved, simulations)
+        if moved and self.config.activation_offload_layers is None:
+            for names in self._hidden_values(block, simulations["allocated"].moved_by_name):
+                some: dict[int, Offloaded] = dict.fromkeys(moved, names)
+                yield self._cost(block, config, some, self._simulate_block(block, config, some))
+
+    def _hidden_values(self, block: RecomputeBlock, sizes: Counter[str]) -> Iterator[frozenset[str]]:
+        """Yield the names of the values of a layer with the most bytes that are copied during the next layer.
+
+        There is one choice for each kind of next layer, because the copy to the host has the time of its forward, and
+        the copy back that of its backward. A layer that reads the message to the stage has none: its copy takes time
+        although the message stays on the device.
+
+        Args:
+            block: the layer.
+            sizes: bytes of the values that move if all do, by name.
+        """
+        if self._reads_message(block.layers):
+            return
+        names = [name for name in VALUES if sizes[name]]
+        choices = (np.arange(2 ** len(names))[:, None] >> np.arange(len(names))) % 2
+        sums = choices @ np.array([sizes[name] for name in names], dtype=np.int64)
+        for most in self._hidden_bytes:
+            chosen = choices[np.argmax(np.where(sums <= most, sums, -1))]
+            if most < sizes.total() and chosen.any():
+                yield frozenset(name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen)
+
+    @cached_property
+    def _hidden_bytes(self) -> list[int]:
+        """Bytes that can be copied to the host and back while a layer runs, for every kind of layer."""
+        if not self.config.tensor_offload_num_prefetch_layers:
+            return []
+        link = self._times.machine.link_bandwidth
+        found = set()
+        for number in range(self.config.num_layers):
+            block = RecomputeBlock("none", (number,))
+            times = self._times.first_layer(self.config, (self.config.layer(number),), block, self._batch)
+            found.add(int(min(times) * link))
+        return sorted(found)
+
+    def _values_that_move(self, block: RecomputeBlock, config: TransformerConfig) -> dict[int, Offloaded]:
+        """Return the values of each layer of a block that move, without those of the stage's last layers."""
+        moved = values_that_move(config, block.layers, [block])
+        return {number: values for number, values in moved.items() if number not in self._staying}
+
+    def cost(self, block: RecomputeBlock, config: TransformerConfig) -> BlockCost:
+        """Return the cost of a block, simulated alone."""
+        moved = self._values_that_move(block, config)
+        return self._cost(block, config, moved, self._simulate_block(block, config, moved))
+
+    def _cost(
+        self,
+        block: RecomputeBlock,
+        config: TransformerConfig,
+        moved: Mapping[int, Offloaded],
+        simulations: dict[Gradients, Simulation],
+    ) -> BlockCost:
+        """Return the cost of a block.
+
+        Args:
+            block: the block.
+            config: the model.
+            moved: the values of each layer that move.
+            simulations: result of _simulate_block.
+        """
         settings = tuple(config.layer(number) for number in block.layers)
         times = self._times.of_block(config, settings, block, self._batch)
         first = simulations["allocated"]
-        moved = sum(first.moved.values())
+        moved_bytes = sum(first.moved.values())
         return BlockCost(
             block,
-            sum(first.saved_by_name.values()) - moved,
+            sum(first.saved_by_name.values()) - moved_bytes,
             self._peaks(simulations),
             times.recomputed + times.packed,
             all(layer.storage is not None for layer in settings),
-            moved,
+            moved_bytes,
             self._peaks(simulations, min(block.layers)),
             self._times.first_layer(config, settings, block, self._batch),
+            moved[block.layers[0]] if moved_bytes else None,
         )
 
     def _simulate_block(
-        self, block: RecomputeBlock, config: TransformerConfig, moving: Collection[int] = ()
+        self, block: RecomputeBlock, config: TransformerConfig, moved: Mapping[int, Offloaded] | None = None
     ) -> dict[Gradients, Simulation]:
-        found = {}
-        for gradients in self._gradients:
-            builder = stage_builder(config, self._batch)
-            x = builder.hidden()
-            begin = [Node([], [x], [x] if self._reads_message(block.layers) else [])]  # it stays for its gradient
-            layers = {}
-            for number in block.layers:
-                layers[number], x = builder.layer(number, x)
-            values = MovingValues(moving, config.activation_offload_min_bytes)
-            found[gradients] = _run(begin, layers, [block], [Node([x], [])], gradients, values)
-        return found
+        builder = stage_builder(config, self._batch)
+        x = builder.hidden()
+        begin = [Node([], [x], [x] if self._reads_message(block.layers) else [])]  # it stays for its gradient
+        layers = {}
+        for number in block.layers:
+            layers[number], x = builder.layer(number, x)
+        end = [Node([x], [])]
+        least = config.activation_offload_min_bytes
+        return {
+            gradients: _run(begin, layers, [block], end, gradients, MovingValues(moved, least))
+            for gradients in self._gradients
+        }
 
     @property
     def _gradients(self) -> list[Gradients]:

@@ -27,6 +27,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from diptych.planner.budget.blocks import LENGTHS, BlockCost, EndCost
+from diptych.plans.model.layers import Offloaded
 from diptych.plans.recompute import RecomputeBlock
 
 STEPS = 2**14
@@ -95,8 +96,8 @@ class Solution(NamedTuple):
     """Seconds of recomputation, of packing in 8 bits and reading again, and of waits for copies."""
     stored: list[int]
     """Numbers of the layers that save values in 8 bits."""
-    moved: list[int]
-    """Numbers of the layers whose saved values move to the host."""
+    offloaded: dict[int, Offloaded]
+    """Values that move to the host, by layer."""
 
 
 class _Front(NamedTuple):
@@ -228,8 +229,8 @@ def _solve(
     chosen = _chosen(parts, fronts, endings, place)
     blocks = [cost.block._replace(layers=layers) for layers, cost in chosen]
     stored = [number for layers, cost in chosen if cost.is_stored for number in layers]
-    moved = [number for layers, cost in chosen if cost.moved for number in layers]
-    return Solution(blocks, saved, seconds, stored, moved)
+    offloaded = {layers[0]: cost.offloaded for layers, cost in chosen if cost.offloaded is not None}
+    return Solution(blocks, saved, seconds, stored, offloaded)
 
 
 def _chosen(

@@ -17,8 +17,8 @@ class MemoryPrediction(NamedTuple):
     """Bytes of one forward and backward pass in PyTorch, above parameters and batch."""
 
     saved_by_name: dict[str, int]
-    """Saved for backward on the device, by name of the value: diptych.plans.recompute.VALUES, and intermediate values.
-    """
+    """Saved for backward on the device, by name of the value: one of diptych.plans.model.values.VALUES, or intermediate
+    values."""
     saved: int
     """Sum of all values saved for backward on the device."""
     peak: int

@@ -8,7 +8,7 @@ class Value:
     """One tensor's memory."""
 
     name: str
-    """One of diptych.plans.recompute.VALUES, or a description."""
+    """One of diptych.plans.model.values.VALUES, or a description."""
     size: int
     """Bytes of the value, and of its gradient."""
     is_view: bool = False

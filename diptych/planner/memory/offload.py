@@ -1,18 +1,19 @@
 """Values that activation offload moves to the host, in a simulation of a forward and its backward.
 
-A layer's saved values form a group. Its copy to the host begins when the layer's forward ends, and the device memory is
-free when the forward of the next layer has ended. The groups of the next ``num_prefetch_layers + 1`` backwards are
-fetched when a layer's backward begins, and a layer's own group when a replay of the layer begins. The last
+The saved values of a layer that move form a group. Its copy to the host begins when the layer's forward ends, and the
+device memory is free when the forward of the next layer has ended. The groups of the next ``num_prefetch_layers + 1``
+backwards are fetched when a layer's backward begins, and its own group when a replay of the layer begins. The last
 ``num_prefetch_layers + 1`` groups before the first backward do not move. See diptych.plans.offload.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diptych.planner.memory.nodes import Value
 from diptych.plans.config import TransformerConfig
+from diptych.plans.model.layers import Offloaded, is_offloaded
 from diptych.plans.offload import ActivationStep, Use, action_uses, layers_that_stay, plan_activations
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.actions import Action, Schedule
@@ -22,7 +23,7 @@ class MovingValues:
     """The groups of values that move, and those that are on the host.
 
     Args:
-        layers: layers whose groups move.
+        moved: values of each layer whose group moves.
         min_bytes: values of fewer bytes stay on the device.
         num_prefetch_layers: backwards ahead of the current one whose groups are on the device.
         returned: layers whose groups are on the device again when the backward begins.
@@ -30,12 +31,12 @@ class MovingValues:
 
     def __init__(
         self,
-        layers: Iterable[int] = (),
+        moved: Mapping[int, Offloaded] | None = None,
         min_bytes: int = 0,
         num_prefetch_layers: int = 1,
         returned: Collection[int] = (),
     ) -> None:
-        self.layers = frozenset(layers)
+        self._moved = moved or {}
         self.returned = frozenset(returned)
         self._min_bytes = min_bytes
         self._ahead = num_prefetch_layers
@@ -46,17 +47,13 @@ class MovingValues:
         self.on_host: set[int] = set()
         self._leaving: int | None = None
 
-    def like(self, moves: "ActionMoves") -> "MovingValues":
-        """Return empty groups with the same settings, which move as in an action."""
-        return MovingValues(moves.leaving, self._min_bytes, self._ahead, moves.leaving - moves.on_host)
-
     def add(self, layer: int, values: Iterable[Value]) -> None:
         """Add values that an operation of a layer saves."""
-        if layer in self.layers:
-            for value in values:
-                if value.size >= self._min_bytes and not value.is_view:
-                    self.groups[layer][id(value)] = value
-                    self.holders[id(value)] += 1
+        for value in values:
+            is_moved = is_offloaded(value.name, self._moved.get(layer))
+            if is_moved and value.size >= self._min_bytes and not value.is_view:
+                self.groups[layer][id(value)] = value
+                self.holders[id(value)] += 1
 
     def values(self) -> dict[int, list[Value]]:
         """Return the values of each layer's group, each value with the first group that has it."""
@@ -70,7 +67,7 @@ class MovingValues:
     def end_forward(self, layer: int) -> list[Value]:
         """End the forward of a layer, and return the values whose copy to the host has ended with it."""
         left = [] if self._leaving is None else [*self.groups[self._leaving].values()]
-        self._leaving = layer if layer in self.layers else None
+        self._leaving = layer if layer in self._moved else None
         return left
 
     def begin_backward(self, layer: int) -> list[Value]:
@@ -84,27 +81,12 @@ class MovingValues:
         return fetched
 
 
-def layers_that_move(config: TransformerConfig, layers: Iterable[int], blocks: Iterable[RecomputeBlock]) -> set[int]:
-    """Return the layers whose saved values move; arguments as in moving_values."""
-    return set(layers) - layers_that_stay(config, blocks) if config.enable_activation_offload else set()
-
-
-def moving_values(
-    config: TransformerConfig, layers: Sequence[int], blocks: Iterable[RecomputeBlock], backward_follows: bool = True
-) -> MovingValues:
-    """Return the groups of a stage's layers that move, still empty.
-
-    Args:
-        config: the model.
-        layers: layers of the stage, in order.
-        blocks: recompute blocks with the layers.
-        backward_follows: True if the backward of the last layer follows its forward, so that the last groups stay.
-    """
-    ahead = config.tensor_offload_num_prefetch_layers
-    moving = layers_that_move(config, layers, blocks)
-    if backward_follows:
-        moving -= set(layers[-ahead - 1 :])
-    return MovingValues(moving, config.activation_offload_min_bytes, ahead)
+def values_that_move(
+    config: TransformerConfig, layers: Iterable[int], blocks: Iterable[RecomputeBlock]
+) -> dict[int, Offloaded]:
+    """Return the values that move of every layer whose saved values do; arguments as in moving_values."""
+    found = {number: config.layer(number).offload for number in set(layers) - layers_that_stay(config, blocks)}
+    return {number: values for number, values in found.items() if values is not None}
 
 
 @dataclass
@@ -119,6 +101,27 @@ class ActionMoves:
     """The forward of an earlier action whose values are free on the device when the first layer's forward has ended."""
     fetches: dict[int, list[Use]] = field(default_factory=dict)
     """By layer, forwards of other microbatches whose values are fetched when the layer's backward begins."""
+
+
+def moving_values(
+    config: TransformerConfig,
+    layers: Sequence[int],
+    blocks: Iterable[RecomputeBlock],
+    moves: ActionMoves | None = None,
+) -> MovingValues:
+    """Return the groups of a stage's layers that move, still empty.
+
+    Args:
+        config: the model.
+        layers: layers of the stage, in order.
+        blocks: recompute blocks with the layers.
+        moves: moves of the microbatch; None: backward follows forward at once, so the last groups stay.
+    """
+    ahead = config.tensor_offload_num_prefetch_layers
+    leaving = set(layers[: -ahead - 1]) if moves is None else moves.leaving
+    returned = frozenset() if moves is None else moves.leaving - moves.on_host
+    moved = {number: each for number, each in values_that_move(config, layers, blocks).items() if number in leaving}
+    return MovingValues(moved, config.activation_offload_min_bytes, ahead, returned)
 
 
 class _Places(NamedTuple):

@@ -9,6 +9,7 @@ Values that move to the host are not allocated while they are there.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from diptych.planner.memory.nodes import Layer, Node, Value
@@ -76,6 +77,7 @@ class Simulation:
         backward_peaks: largest number of bytes allocated in the backward of each layer, BEFORE them and AFTER them.
         saved_by_name: bytes saved for backward on the device by name, after forward.
         moved: bytes of the saved values that move to the host, by layer.
+        moved_by_name: bytes of the saved values that move to the host, by name.
     """
 
     def __init__(self, length: int = 0, gradients: Gradients = "allocated", moving: MovingValues | None = None) -> None:
@@ -99,6 +101,7 @@ class Simulation:
         self._discarded: set[int] = set()
         self._moving = moving or MovingValues()
         self.moved: dict[int, int] = {}
+        self.moved_by_name: Counter[str] = Counter()
         self.forward_peaks: Counter[int] = Counter()
         self.backward_peaks: Counter[int] = Counter()
         self._peaks = self.forward_peaks
@@ -137,6 +140,8 @@ class Simulation:
             self.saved_by_name[value.name] += value.size
         moved = {layer: [*filter(self._leaves, values)] for layer, values in self._moving.values().items()}
         self.moved = {layer: sum(value.size for value in values) for layer, values in moved.items()}
+        for value in chain.from_iterable(moved.values()):
+            self.moved_by_name[value.name] += value.size
         self.forward_peak = self.peak
         self._peaks = self.backward_peaks
         for layer, values in moved.items():

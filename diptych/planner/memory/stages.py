@@ -73,9 +73,7 @@ def simulate_stage(
     """
     builder = _StageBuilder(config, batch, length or config.seq_length)
     blocks = recompute_blocks(config, *get_stage_place(config, stage))
-    moving = moving_values(config, _layers(config, stage), blocks)
-    if moves is not None:
-        moving = moving.like(moves)
+    moving = moving_values(config, _layers(config, stage), blocks, moves)
     memory = Simulation(builder.length, gradients, moving)
     if stage == 0:
         begin, x = builder.embedding()

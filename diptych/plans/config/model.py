@@ -18,6 +18,7 @@ from diptych.plans.model.layers import (
     LayerConfig,
     LayerDefaults,
     is_named,
+    offloaded_values,
     parse_layer,
 )
 from diptych.plans.schedule.actions import Schedule
@@ -239,7 +240,8 @@ class TransformerConfig:
     enable_activation_offload: bool = False
     """Move the tensors that layers save for backward to host memory between forward and backward."""
     activation_offload_layers: str | None = None
-    """Layers for which enable_activation_offload is used, as in 0-3,7; None: all."""
+    """Layers for which enable_activation_offload is used, as in 0-3,7; None: all. Of a layer, only some values move if
+    their names follow, as in 0-3:fc1+activation,7; see diptych.plans.model.values."""
     activation_offload_min_bytes: int = 2**20
     """Minimum size in bytes of an offloaded activation; smaller ones stay on the device."""
     seed: int = 0
@@ -410,8 +412,9 @@ class TransformerConfig:
         layer = parse_layer(pattern[layer_number % len(pattern)], self.layer_defaults)
         if self.activation_storage and is_named(layer_number, self.activation_storage_layers):
             layer = replace(layer, storage=self.activation_storage)
-        if self.enable_activation_offload and is_named(layer_number, self.activation_offload_layers):
-            layer = replace(layer, offload=True)
+        if self.enable_activation_offload:
+            layers = self.activation_offload_layers
+            layer = replace(layer, offload="all" if layers is None else offloaded_values(layers).get(layer_number))
         return layer
 
     @property

@@ -1,10 +1,11 @@
 """Rules of offload."""
 
 from diptych.plans.config.rules import Rule, count, flag, names_layers
+from diptych.plans.model.layers import offloaded_values
 
 OFFLOAD_LAYER_RULES: tuple[Rule, ...] = (
     flag("enable_activation_offload"),
-    names_layers("activation_offload_layers", "enable_activation_offload"),
+    names_layers("activation_offload_layers", "enable_activation_offload", offloaded_values),
 )
 """Rules that come before those that read the settings of layers."""
 

@@ -1,7 +1,7 @@
 """Rules of a configuration: the type, the common kinds, and the validation."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -74,17 +74,18 @@ def choice(field: str, allowed: tuple[str | None, ...]) -> Rule:
     )
 
 
-def names_layers(field: str, of: str) -> Rule:
+def names_layers(field: str, of: str, read: Callable[[str, str], Iterable[int]] = layer_numbers) -> Rule:
     """Require numbers of layers of the model, as in ``0-3,7``, or None; only None is accepted if ``of`` is not used.
 
     Args:
         field: the setting that names layers.
         of: the setting that ``field`` limits to these layers.
+        read: ``read(text, field)`` returns the layers of a text, or raises a ValueError.
     """
-    return Rule(field, lambda c: not _layers_fault(c, field, of), lambda c: _layers_fault(c, field, of))
+    return Rule(field, lambda c: not _layers_fault(c, field, of, read), lambda c: _layers_fault(c, field, of, read))
 
 
-def _layers_fault(config: Any, field: str, of: str) -> str:
+def _layers_fault(config: Any, field: str, of: str, read: Callable[[str, str], Iterable[int]]) -> str:
     """Return what is wrong with a setting that names layers, or the empty string."""
     text = getattr(config, field)
     if text is None:
@@ -92,7 +93,7 @@ def _layers_fault(config: Any, field: str, of: str) -> str:
     if not getattr(config, of):
         return f"{field}: expected None without {of}, got {text!r}"
     try:
-        largest = max(layer_numbers(str(text), field))
+        largest = max(read(str(text), field))
     except ValueError as error:
         return str(error)
     limit = f"{field}: expected layers below num_layers={config.num_layers}, got {text!r}"

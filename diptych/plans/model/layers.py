@@ -2,16 +2,21 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
+
+from diptych.plans.model.values import VALUES
 
 MIXERS = ("attention", "mla", "gdn", "kda")
 """Softmax attention, multi-head latent attention, Gated DeltaNet, Kimi delta attention."""
 SOFTMAX_MIXERS = frozenset({"attention", "mla"})
 """Mixers that attend to all earlier tokens; the others have a state of constant size."""
 ACTIVATIONS = ("swiglu", "gelu")
+
+Offloaded: TypeAlias = str | frozenset[str]
+"""Values of a layer that move to host memory: those of some names of VALUES, or ``"all"``, also those with no name."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,8 @@ class LayerConfig:
     """Place of the norms: on the input of each sublayer (pre), or on its output (post)."""
     storage: Literal["fp8"] | None = None
     """Storage of values saved for backward: in 8 bits (fp8), or None; see diptych.plans.activation_storage."""
-    offload: bool = False
-    """True if values saved for backward move to host memory; see diptych.plans.offload."""
+    offload: "Offloaded | None" = None
+    """Values saved for backward that move to host memory, or None; see diptych.plans.offload."""
 
     @property
     def norm_names(self) -> tuple[str, str]:
@@ -70,11 +75,67 @@ def layer_numbers(text: str, field: str = "layers") -> frozenset[int]:
     """
     found: set[int] = set()
     for part in text.split(","):
-        ends = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part)
-        if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
+        numbers = _numbers(part)
+        if numbers is None:
             raise ValueError(f"{field}: expected numbers of layers such as 0-3,7, got {text!r}")
-        found.update(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
+        found.update(numbers)
     return frozenset(found)
+
+
+def _numbers(text: str) -> range | None:
+    """Return the numbers of ``7`` or ``0-3``, or None if the text has another form."""
+    ends = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", text)
+    if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
+        return None
+    return range(int(ends[1]), int(ends[2] or ends[1]) + 1)
+
+
+@lru_cache(maxsize=64)
+def offloaded_values(text: str, field: str = "layers") -> Mapping[int, Offloaded]:
+    """Return the values that a setting offloads, by layer, as in ``0-3:fc1+activation,7``, where all of layer 7 move.
+
+    Args:
+        text: the value of the setting.
+        field: its name, for the message.
+
+    Raises:
+        ValueError: the text has another form, names no value of VALUES, or names different values of a layer.
+    """
+    found: dict[int, Offloaded] = {}
+    for part in text.split(","):
+        layers, has_names, names = part.partition(":")
+        numbers = _numbers(layers)
+        if numbers is None:
+            raise ValueError(
+                f"{field}: expected numbers of layers, with names of values where not all move, such as "
+                f"0-3:fc1+activation,7, got {text!r}"
+            )
+        unknown = [name for name in names.split("+") if has_names and name not in VALUES]
+        if unknown:
+            raise ValueError(f"{field}: expected names of values out of {VALUES}, got {unknown[0]!r} in {text!r}")
+        values = frozenset(names.split("+")) if has_names else "all"
+        differs = next((number for number in numbers if found.get(number, values) != values), None)
+        if differs is not None:
+            raise ValueError(
+                f"{field}: expected one entry for each layer, got {text!r}, where two name layer {differs}"
+            )
+        found.update(dict.fromkeys(numbers, values))
+    return found
+
+
+def is_offloaded(name: str | None, offloaded: Offloaded | None) -> bool:
+    """Return True if the value with a name (None: a value without a name) is among the values that move."""
+    return offloaded == "all" or (name is not None and offloaded is not None and name in offloaded)
+
+
+def format_offload(moved: Mapping[int, Offloaded]) -> str:
+    """Return the text that offloaded_values reads."""
+    parts: list[tuple[int, str]] = []
+    for values in dict.fromkeys(moved.values()):
+        names = "" if values == "all" else ":" + "+".join(name for name in VALUES if name in values)
+        runs = format_numbers(number for number, each in moved.items() if each == values).split(",")
+        parts += [(int(run.split("-")[0]), run + names) for run in runs]
+    return ",".join(part for _, part in sorted(parts))
 
 
 def format_numbers(numbers: Iterable[int]) -> str:

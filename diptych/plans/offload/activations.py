@@ -41,7 +41,7 @@ def layers_that_stay(config: TransformerConfig, blocks: Iterable[RecomputeBlock]
     They are those that activation_offload_layers does not name, and those that are recomputed whole, which save nothing
     that could move: their input belongs to the block.
     """
-    return {n for block in blocks for n in block.layers if block.kind == "full" or not config.layer(n).offload}
+    return {n for block in blocks for n in block.layers if block.kind == "full" or config.layer(n).offload is None}
 
 
 def plan_activations(

@@ -306,7 +306,9 @@ def _settings(rng: np.random.Generator) -> tuple[dict[str, Any], set[str]]:
         settings["tensor_offload_num_prefetch_layers"] = int(rng.integers(0, 4))
     settings["enable_activation_offload"] = bool(rng.random() < 0.3)
     if settings["enable_activation_offload"] and rng.random() < 0.5:
-        settings["activation_offload_layers"] = _one(rng, ("0", f"0-{layers - 1}", f"{layers // 2}"))
+        last = layers - 1
+        choices = ("0", f"0-{last}", f"{layers // 2}", f"0-{last}:fc1+core_attn", f"0:q,{last}:q+residual_streams")
+        settings["activation_offload_layers"] = _one(rng, choices)
     return settings, uses
 
 
