@@ -117,7 +117,7 @@ def measure_sleeping(console: Console) -> list[dict[str, Any]]:
     seconds: list[list[float]] = [[] for _ in tables]
     with (
         tempfile.TemporaryDirectory() as folder,
-        RankPool(max(case.ranks for case in CASES), 300.0, (JOBS,)) as pool,
+        RankPool(max(case.ranks for case in CASES), 300.0) as pool,
     ):
         configs = [
             config_of(case, write_table(folder, str(number), schedule_to_csv(schedule)))

@@ -10,10 +10,13 @@ import datetime
 import importlib
 import multiprocessing
 import os
+import pickle
 import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -64,7 +67,8 @@ class RankPool:
         """Call a function on every rank.
 
         Args:
-            function: ``package.module:name``, imported on each rank; its arguments and result are pickled.
+            function: ``package.module:name``, imported on each rank; its arguments and result are pickled, so that each
+                rank and the caller have their own copies of tensors.
             args: arguments for every rank.
             timeout: seconds; None: the timeout of the pool.
 
@@ -115,9 +119,10 @@ class RankPool:
         try:
             if not self._ranks:
                 self._start()
+            message = pickle.dumps(job)  # a connection's own send would share the memory of tensors with the ranks
             for rank in self._ranks:
                 with contextlib.suppress(BrokenPipeError):  # _collect reports a rank that has died
-                    rank.jobs.send(job)
+                    rank.jobs.send_bytes(message)
             return self._collect(timeout or self.timeout)
         except BaseException:  # any error: the next call must not read an old answer
             self.close()
@@ -169,7 +174,7 @@ class _Rank:
     def answer(self) -> tuple[bool, Any]:
         """Return (True, result of the function) or (False, error message)."""
         try:
-            return self.jobs.recv()
+            return pickle.loads(self.jobs.recv_bytes())
         except (EOFError, ConnectionResetError):
             self.process.join(GRACE_SECONDS)
             return False, f"rank {self.number}: died with exit code {self.process.exitcode}"
@@ -190,33 +195,42 @@ def _serve(rank: int, size: int, store: str, jobs: Connection, life: Connection,
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
-    jobs.send((True, None))
+
+    def join_group() -> None:
+        limit = datetime.timedelta(seconds=timeout)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+
     held: Any = None
+
+    def run(message: bytes) -> Any:
+        nonlocal held
+        job, name, args = pickle.loads(message)
+        if job == "call":
+            return getattr(held, name)(*args)
+        module, _, function = name.partition(":")
+        value = getattr(importlib.import_module(module), function)(*args)
+        if job == "hold":
+            held = value
+            return None
+        return value
+
+    _answer(rank, jobs, join_group)
     while True:
         try:
-            job, name, args = jobs.recv()
+            message = jobs.recv_bytes()
         except EOFError:
             os._exit(0)  # no cleanup, because it may wait for ranks that have ended
-        try:
-            if job == "call":
-                value = getattr(held, name)(*args)
-            else:
-                module, _, function = name.partition(":")
-                value = getattr(importlib.import_module(module), function)(*args)
-            if job == "hold":
-                held = value
-                value = None
-            jobs.send((True, value))
-        except BaseException as error:  # report any error to the parent
-            trace = "".join(traceback.format_exception(error))
-            jobs.send((False, f"rank {rank}: {type(error).__name__}: {error}\n{trace}"))
+        _answer(rank, jobs, partial(run, message))
+
+
+def _answer(rank: int, jobs: Connection, function: Callable[[], Any]) -> None:
+    """Call a function and send its result to the parent, or its error."""
+    try:
+        answer = pickle.dumps((True, function()))
+    except BaseException as error:  # report any error to the parent
+        trace = "".join(traceback.format_exception(error))
+        answer = pickle.dumps((False, f"rank {rank}: {type(error).__name__}: {error}\n{trace}"))
+    jobs.send_bytes(answer)
 
 
 def _end_with_parent(life: Connection) -> None:

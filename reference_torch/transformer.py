@@ -111,7 +111,7 @@ class TransformerLayer(nn.Module):
         normed = ranks.enter(normed) if ranks.sequence_parallel else normed
         output = recompute("mlp_output", self._mlp_output, normed, recompute.inside("mlp_output"), ranks)
         if ranks.size > 1:  # outside of what is recomputed, so that backward does not sum over ranks again
-            output = add_bias(ranks.leave(output), self.mlp.output_bias)
+            output = name_value(add_bias(ranks.leave(output), self.mlp.output_bias), "mlp_output")
         if context.balance is not None and isinstance(self.mlp, MixtureOfExperts):
             balance = self.mlp.balance(ranks.for_own_share(normed), context.sequences)
             context.balance.add(ranks.own_share(balance))

@@ -188,7 +188,7 @@ HARD = TransformerConfig(
     untie_embeddings_and_output_weights=True,
     hidden_dropout=0.3,
 )
-EXAMPLES = {30: 15}.get(settings.default.max_examples, max(settings.default.max_examples // 4, 4))
+EXAMPLES = max(settings.default.max_examples // 4, 4)
 HARD_CASES = {
     "odd sizes": lambda config, length: config.hidden_size % 8 != 0,
     "several streams": lambda config, length: config.residual_streams >= 2,

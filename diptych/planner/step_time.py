@@ -111,6 +111,7 @@ class StageTimes:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self._found: dict[Hashable, StageTime] = {}
+        self._blocks: dict[Hashable, tuple[StageTime, tuple[int, ...]]] = {}
 
     def of(self, config: TransformerConfig, batch: int, blocks: "StageBlocks | None" = None) -> tuple[StageTime, ...]:
         """Return the times of one microbatch on every stage.
@@ -139,9 +140,15 @@ class StageTimes:
         self, config: TransformerConfig, layer_settings: tuple[LayerConfig, ...], block: RecomputeBlock, batch: int
     ) -> StageTime:
         """Return the times of a recompute block's layers; equal blocks are computed once."""
+        return self._block(config, layer_settings, block, batch)[0]
+
+    def _block(
+        self, config: TransformerConfig, layer_settings: tuple[LayerConfig, ...], block: RecomputeBlock, batch: int
+    ) -> "tuple[StageTime, tuple[int, ...]]":
+        """Return the times of a recompute block's layers, and the bytes of each layer that move to the host."""
         least = config.activation_offload_min_bytes
         key = layer_settings, block.kind, block.modules, batch, config.cp_exchange, least, *_sharing(config)
-        if key not in self._found:
+        if key not in self._blocks:
             builder = stage_builder(config, batch)
             layers = {}
             x = builder.hidden()
@@ -154,7 +161,7 @@ class StageTimes:
             inputs, weights = _gradient_times(nodes, self.machine)
             packing = [_moved(node) for node in nodes if node.is_packing]
             unpacking = [2 * node.unpacked for node in nodes if node.unpacked]
-            self._found[key] = StageTime(
+            time = StageTime(
                 timed.forward + forward_wait,
                 inputs + timed.replayed + backward_wait,
                 weights,
@@ -163,7 +170,8 @@ class StageTimes:
                 sum(self.machine.seconds(0, moved) for moved in (*packing, *unpacking)),
                 moved=sum(timed.moved.values()),
             )
-        return self._found[key]
+            self._blocks[key] = time, tuple(timed.moved.get(number, 0) for number in block.layers)
+        return self._blocks[key]
 
     def copy_waits(self, config: TransformerConfig, moved: Any, following: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return the seconds that forward and backward wait for copies of a layer's values to the host and back.
@@ -188,23 +196,21 @@ class StageTimes:
 
     def _with_copies(self, config: TransformerConfig, blocks: "BlocksOfStage", batch: int) -> list[StageTime]:
         """Return the times of a stage's blocks, with the waits for copies of saved values."""
-        parts = [self.of_block(config, layers, block, batch) for layers, block in blocks]
-        stay = config.tensor_offload_num_prefetch_layers + 1  # the last groups before backward do not move
+        parts = []
         left = sum(len(block.layers) for _, block in blocks)
-        for place, (_, block) in enumerate(blocks):
-            left -= len(block.layers)
-            part = parts[place]
-            if left < stay or not part.moved:
-                parts[place] = part._replace(moved=0)
-                continue
-            size = len(block.layers)
-            one = part.moved // size
-            own, following = (self.first_layer(config, *each, batch) for each in blocks[place : place + 2])
-            waits = [*[self.copy_waits(config, one, own)] * (size - 1), self.copy_waits(config, one, following)]
-            ahead, back = (float(sum(each)) for each in zip(*waits, strict=True))
-            parts[place] = part._replace(
-                forward=part.forward + ahead, input_gradient=part.input_gradient + back, copied=ahead + back
-            )
+        left -= config.tensor_offload_num_prefetch_layers + 1  # the last groups before backward do not move
+        for place, each in enumerate(blocks):
+            time, sizes = self._block(config, *each, batch)
+            moved = sizes[: max(0, left)]
+            left -= len(sizes)
+            if any(moved):
+                own, following = (self.first_layer(config, *block, batch) for block in blocks[place : place + 2])
+                nexts = [own] * (len(sizes) - 1) + [following]
+                waits = [self.copy_waits(config, one, then) for one, then in zip(moved, nexts, strict=False)]
+                ahead, back = (float(sum(waited)) for waited in zip(*waits, strict=True))
+                forward, backward = time.forward + ahead, time.input_gradient + back
+                time = time._replace(forward=forward, input_gradient=backward, copied=ahead + back)
+            parts.append(time._replace(moved=sum(moved)))
         return parts
 
     def _end(self, config: TransformerConfig, name: str, batch: int) -> StageTime:

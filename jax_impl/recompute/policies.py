@@ -134,7 +134,7 @@ _SAME_VALUE = frozenset(
 def _origins(program: Any, known: Mapping[Any, tuple[Any, str]]) -> dict[Any, tuple[Any, str]]:
     """Return the variable and the name of the named value from which each variable of a program comes.
 
-    Variables that are neither a named value nor a view of one are left out.
+    Variables that are neither a named value nor a view of one are left out. A value with two names has the first.
 
     Args:
         program: a jaxpr.
@@ -145,8 +145,7 @@ def _origins(program: Any, known: Mapping[Any, tuple[Any, str]]) -> dict[Any, tu
         kind = equation.primitive.name
         source = equation.invars[0] if equation.invars else None
         if kind == "name":
-            origins[source] = (source, equation.params["name"])
-            origins[equation.outvars[0]] = origins[source]
+            origins[equation.outvars[0]] = origins.setdefault(source, (source, equation.params["name"]))
         elif kind in _SAME_VALUE and not isinstance(source, Literal) and source in origins:
             origins |= dict.fromkeys(equation.outvars, origins[source])
         elif kind == "optimization_barrier":

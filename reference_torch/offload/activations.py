@@ -196,7 +196,7 @@ class ActivationGroup:
         self.stays_on_device = stays_on_device
         self.values = values
         self.named: list[NamedValue] = []
-        """Values that the forward has named, until the group has left the device."""
+        """Values that the forward has named, until select()."""
         self.memories: list[weakref.ref[SavedMemory]] = []  # only the graph keeps them alive
 
     @property
@@ -205,7 +205,7 @@ class ActivationGroup:
         return [memory for memory in (reference() for reference in self.memories) if memory is not None]
 
     def select(self) -> None:
-        """Keep only the memories of the values that move, once the forward has ended."""
+        """Drop the memories of values that do not move from the group, once the forward has ended."""
         if self.values is None:
             return
         names: dict[int, str] = {}
@@ -290,8 +290,8 @@ class ActivationOffload:
 
     def evict(self, group: ActivationGroup) -> None:
         """Start to move the group of a forward that has ended, once the previous group has left."""
-        self.finish_eviction()
         group.select()
+        self.finish_eviction()
         if group.stays_on_device or not group.alive:
             return
         self._record(activation_event("-", group.use))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from diptych.plans.model.values import VALUES
 from diptych.plans.offload import Use, check_num_prefetch_layers, describe_statistics
 from reference_torch.offload.activations import ActivationGroup
 from reference_torch.offload.lifetime import close_dropped, weak_method
@@ -61,7 +62,8 @@ class TensorOffloadManager:
         gradients: offload the gradients of layers, which must not be in DistributedDataParallel.
 
     Raises:
-        ValueError: num_prefetch_layers is negative.
+        TypeError: the names of a layer in activation_values are no collection of texts.
+        ValueError: num_prefetch_layers is negative, or a name is not in diptych.plans.model.values.VALUES.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class TensorOffloadManager:
         self.pin_memory = pin_memory
         self.num_prefetch_layers = num_prefetch_layers
         self._activation_layers = activation_layers
-        self._activation_values = activation_values or {}
+        self._activation_values = _checked_values(activation_values or {})
         self._residency = Residency(
             pin_memory, parameters, activations, activation_min_bytes, optimizer_state, gradients
         )
@@ -317,3 +319,17 @@ class TensorOffloadManager:
         """Return the bytes of every memory of every layer, as an argument for diptych.plans.offload.plan_offload."""
         layers = self._residency.layers
         return {n: {memory.name: memory.nbytes for memory in layer.memories} for n, layer in layers.items()}
+
+
+def _checked_values(activation_values: Mapping[int, Collection[str]]) -> dict[int, frozenset[str]]:
+    """Return the names of the values that move, by layer; TensorOffloadManager documents the errors."""
+    for layer, names in activation_values.items():
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f'activation_values: expected names such as {{"fc1"}} for layer {layer}, got {names!r}')
+        unknown = sorted(set(names) - set(VALUES))
+        if unknown:
+            raise ValueError(
+                f"activation_values: expected names that name_value accepts, {VALUES}, got {unknown[0]!r} for layer "
+                f"{layer}"
+            )
+    return {layer: frozenset(names) for layer, names in activation_values.items()}

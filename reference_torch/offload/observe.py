@@ -141,11 +141,11 @@ class LayerObserver:
                 boundary.add_consumer(call)
                 if tensor.is_leaf:
                     self._boundaries.add(boundary)
-        scope = contextlib.ExitStack()
-        if group is not None and group.values is not None:
-            group.named = scope.enter_context(recorded_names())
-        scope.enter_context(listener.saved_tensor_hooks(group))
-        self._running.append((call, group, scope, before_replay.set(self._on_replay)))
+        with contextlib.ExitStack() as scope:
+            if group is not None and group.values is not None and not group.stays_on_device:
+                group.named = scope.enter_context(recorded_names())
+            scope.enter_context(listener.saved_tensor_hooks(group))
+            self._running.append((call, group, scope.pop_all(), before_replay.set(self._on_replay)))
         self.thread = None if runs_in_backward() else threading.current_thread()
 
     @outside_compiled_graphs

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from reference_torch.pipeline.nested_values import tensors_in
+from reference_torch.recompute.internals import storage_address
 
 
 class RealTensors:
@@ -98,8 +99,8 @@ class Changes:
 def _all_tensors() -> list[Tensor]:
     """Return all tensors of this process that Python's garbage collector tracks."""
     objects = gc.get_objects()
-    types = {*_with_subclasses(Tensor)}
     try:
+        types = {*_with_subclasses(Tensor)}
         return [each for each in objects if type(each) in types]  # half the time of the line below
     except TypeError:  # a metaclass without a hash
         return [each for each in objects if issubclass(type(each), Tensor)]
@@ -114,10 +115,8 @@ def _with_subclasses(parent: type) -> Iterator[type]:
 
 def storage_of(tensor: Tensor) -> int:
     """Return an identifier of the memory of a tensor; that of a sparse tensor, which has several parts, is its own."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return -id(tensor)
+    address = storage_address(tensor)
+    return -id(tensor) if address is None else address
 
 
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}

@@ -122,7 +122,7 @@ class _Tracer:
             }
         for parameter in model.parameters():
             fakes[id(parameter)] = nn.Parameter(fakes[id(parameter)], parameter.requires_grad)
-            fakes |= {id(tensor): self._mode.from_tensor(tensor.detach()) for tensor in _computed(model)}
+        fakes |= {id(tensor): self._mode.from_tensor(tensor.detach()) for tensor in _computed(model)}
         self.model = copy.deepcopy(model, fakes)
         """A copy that computes nothing and needs no memory for parameters."""
         self.has_example = False

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from diptych.plans.model.values import VALUES
+from reference_torch.recompute.internals import outside_compiled_graphs, storage_address
 from reference_torch.recompute.region import slot_at
 
 
@@ -59,10 +60,20 @@ def name_value(x: Tensor, name: str) -> Tensor:
     """
     if name not in VALUES:
         raise ValueError(f"name: expected one of {VALUES}, got {name!r}")
-    for recording in _recordings.get():
-        dtype = str(x.dtype).removeprefix("torch.")
-        recording.append(NamedValue(name, tuple(x.shape), dtype, x.nbytes, StorageWeakRef(x.untyped_storage())))
+    if _recordings.get():
+        _record(x, name)
     return x
+
+
+@outside_compiled_graphs
+def _record(x: Tensor, name: str) -> None:
+    """Add a value to all recordings; tensors of vmap and sparse tensors, which have no storage, are left out."""
+    if storage_address(x) is None:
+        return
+    dtype = str(x.dtype).removeprefix("torch.")
+    value = NamedValue(name, tuple(x.shape), dtype, x.nbytes, StorageWeakRef(x.untyped_storage()))
+    for recording in _recordings.get():
+        recording.append(value)
 
 
 def residual_report(fn: Callable[..., Any], *args: Any) -> dict[str, SavedValue]:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from diptych.plans.offload import Use, pass_uses, step_uses
-from reference_torch.offload import OffloadError
+from reference_torch.offload import OffloadError, TensorOffloadManager
 from reference_torch.offload.link import Link
 from reference_torch.recompute import CheckpointWithoutOutput, measure_memory, name_value
 from tests.offload.jobs import activation_events
@@ -96,6 +96,50 @@ def test_values_of_some_names_leave(managers):
     whole = x.nbytes
     assert manager.stats["bytes_out"] == manager.stats["bytes_in"] == whole + (3 * whole + whole // 2)
     assert [event for event in manager.trace if "a" in event] == ["-a0.0", "-a1.0", "+a1.0", "+a0.0"]
+
+
+def test_a_value_that_two_layers_save_by_name_leaves_once_for_both(managers):
+    """While the second layer runs, the copy for the first is on its way."""
+
+    class Gate(nn.Module):
+        def forward(self, x, shared):
+            return torch.sin(x) * name_value(shared, "fc1")
+
+    layers = nn.ModuleList(Gate() for _ in range(4))
+    names = {"activation_values": {key: ["fc1"] for key in range(4)}}
+    manager = managers(layers, 0, parameters=False, activations=True, activation_min_bytes=1, **names)
+    x = torch.randn(64, 16, requires_grad=True)
+    shared = x.exp()
+    out = x
+    for layer in layers:
+        out = layer(out, shared)
+    out.sum().backward()
+    assert [event for event in manager.trace if "a" in event][:3] == ["-a0.0", "-a1.0", "-a2.0"]
+    assert manager.stats["bytes_out"] == manager.stats["bytes_in"] == 2 * x.nbytes  # layer 2 saves it anew
+
+
+def test_names_of_values_that_layers_cannot_have_are_refused():
+    for values, error, message in (
+        ({0: {"fc_1"}}, ValueError, "activation_values: expected names that name_value accepts, .*, got 'fc_1' for"),
+        ({0: "fc1"}, TypeError, "activation_values: expected names such as .* for layer 0, got 'fc1'"),
+    ):
+        with pytest.raises(error, match=message):
+            TensorOffloadManager(activations=True, activation_values=values)
+
+
+def test_vmap_around_a_layer_with_named_values(managers):
+    """Its tensors have no memory to name, so they stay."""
+
+    class Named(nn.Module):
+        def forward(self, x):
+            return name_value(torch.tanh(x), "fc1").square()
+
+    layer = Named()
+    manager = managers(nn.ModuleList([layer]), 0, activations=True, activation_values={0: {"fc1"}})
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.vmap(layer)(x).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(torch.tanh(x).square().sum(), x)[0])
+    assert manager.stats["bytes_out"] == 0
 
 
 def test_activations_really_leave(managers):

@@ -12,9 +12,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import reference_torch.rank_pool as rank_pool
 from diptych.plans.schedule.named import schedule_for
@@ -286,6 +288,28 @@ def test_what_a_rank_does_instead_of_answering_reaches_the_caller():
             wait_until_gone(pids)
         with pytest.raises(RankError, match="has no attribute 'nowhere'"):
             pool.run(f"{FAULTY}:nowhere")
+
+
+def test_ranks_and_caller_have_their_own_tensors():
+    x = torch.ones(3)
+    with RankPool(2) as pool:
+        assert [y.tolist() for y in pool.run(f"{FAULTY}:double", x)] == [[2.0] * 3] * 2
+    assert x.tolist() == [1.0] * 3
+
+
+class OnlyHere:
+    """A class that this process finds under a name that no rank can import."""
+
+
+def test_an_argument_that_a_rank_cannot_read_is_its_error(monkeypatch):
+    """As one of a class that was defined in a notebook."""
+    monkeypatch.setattr(OnlyHere, "__module__", "only_here")
+    monkeypatch.setitem(sys.modules, "only_here", SimpleNamespace(OnlyHere=OnlyHere))
+    with (
+        RankPool(2) as pool,
+        pytest.raises(RankError, match="rank 0: ModuleNotFoundError: No module named 'only_here'"),
+    ):
+        pool.run(f"{FAULTY}:double", OnlyHere())
 
 
 def test_an_answer_that_cannot_be_taken_leaves_none_behind():

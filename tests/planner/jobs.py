@@ -17,9 +17,11 @@ from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.wavefront import finish
 from reference_torch.groups import GATHER, SCATTER, wait_for
 from reference_torch.recompute import measure_memory
+from reference_torch.stage import model_provider, offload_layers
 from reference_torch.tensor_parallel import TensorParallel
 from reference_torch.transformer import GPTModel
 from tests.backends import tiny_corpus
+from tests.planner.host_memory import uncounted_host
 
 
 def count_step(config: TransformerConfig, train: TrainConfig) -> Counter[str]:
@@ -61,7 +63,8 @@ def count_step(config: TransformerConfig, train: TrainConfig) -> Counter[str]:
 
 def measure_rank(config: TransformerConfig, batch: int) -> tuple[int, int]:
     """Bytes that a tensor-parallel rank keeps for backward, and the most that it has at any time."""
-    model = GPTModel(rank_config(config))
+    model = model_provider(rank_config(config))
+    manager = offload_layers([model], config)
     ranks = TensorParallel(dist.group.WORLD, config.sequence_parallel)
     tokens, targets = torch.randint(0, config.vocab_size, (2, batch, config.seq_length))
     parameters = list(model.parameters())
@@ -76,9 +79,10 @@ def measure_rank(config: TransformerConfig, batch: int) -> tuple[int, int]:
         wait_for(*args)
         time.sleep(0.002)  # gloo's thread still holds what it has gathered when the wait is over
 
-    with mock.patch("reference_torch.tensor_parallel.wait_for", let_go):
+    with mock.patch("reference_torch.tensor_parallel.wait_for", let_go), uncounted_host():
         backward(forward())  # buffers made on first use
         found = [measure_memory(forward, backward) for _ in range(3)]
+    manager.close()
     return min(each.saved for each in found), min(each.peak for each in found)
 
 

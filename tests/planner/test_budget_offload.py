@@ -151,6 +151,20 @@ def test_fewer_values_move_over_a_slower_link_and_results_are_equal():
             assert relative_difference(gradients[name], gradient) <= limit, name
 
 
+def test_every_layer_of_a_block_waits_for_its_own_copy():
+    """Also of a block of several layers that are recomputed together, whose layers move different values."""
+    config = replace(MODEL, num_layers=4, enable_hyper_connections=True, recompute_layout="mhc*3,none")
+    moves = {"enable_activation_offload": True, "activation_offload_min_bytes": 1}
+    times = StageTimes(Machine(link_bandwidth=1e7))
+
+    def copied(layers: str) -> float:
+        return times.of(replace(config, **moves, activation_offload_layers=layers), BATCH)[0].copied
+
+    assert copied("0:fc1,1") == pytest.approx(copied("0:fc1") + copied("1"))
+    assert copied("1") > copied("0:fc1") > 0
+    assert copied("2-3") == 0, "the last two stay"
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_step_waits_for_what_is_left_of_a_copy(ahead):
     """A slow link: the copy to the host is hidden by the forward of the next layer, the copy back by its backward."""

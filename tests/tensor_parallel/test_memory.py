@@ -13,6 +13,13 @@ from reference_torch.rank_pool import RankPool
 from tests.planner.test_memory import DTYPES, KINDS, PLAIN, RECOMPUTE
 
 HYPER = {"enable_hyper_connections": True, "hidden_dropout": 0.1, "add_bias_linear": True}
+OUTPUTS_MOVED = {
+    "num_layers": 6,
+    "enable_activation_offload": True,
+    "activation_offload_min_bytes": 1000,
+    "activation_offload_layers": "0-3:pre_mlp_layernorm+attention_output+mlp_output+post_mlp_layernorm",
+}
+POST = "attention+post-norm"
 CASES = {
     "attention": ("attention", "float32", "none", HYPER),
     "grouped attention": ("grouped attention", "bfloat16", "none", {}),
@@ -22,8 +29,10 @@ CASES = {
     "kda": ("kda", "float32", "full uniform", {}),
     "gdn": ("gdn", "float64", "without mhc", HYPER),
     "mhc": ("attention", "float32", "mhc", HYPER),
+    "outputs on the host": ("attention", "float32", "none", {**HYPER, **OUTPUTS_MOVED}),
+    "outputs without bias on the host": ("attention", "float32", "none", {**OUTPUTS_MOVED, "layer_pattern": POST}),
 }
-DAILY = ("attention",)
+DAILY = ("outputs on the host",)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,7 @@ def test_s1_the_memory_of_a_rank_within_two_percent(ranks, case, tokens):
     config = replace(PLAIN, **settings, tensor_model_parallel_size=2, sequence_parallel=tokens)
     saved, peak = ranks.run("tests.planner.jobs:measure_rank", config, 8)[0]
     prediction = predict_memory(config, 8)
-    assert prediction.saved == pytest.approx(saved, rel=0.02)
+    assert prediction.saved == pytest.approx(saved, rel=0.005)
     assert prediction.peak == pytest.approx(peak, rel=0.02)
 
 

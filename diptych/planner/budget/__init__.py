@@ -41,7 +41,8 @@ class BudgetPlan(NamedTuple):
     """Predicted seconds of recomputation, of packing in 8 bits, and of waits for copies to the host and back, for one
     microbatch on all ranks together."""
     bound: float
-    """Seconds that every layout within the budget needs at least."""
+    """Seconds that every layout within the budget needs at least, of those that are searched: all layouts, and of
+    offload the sets of values that diptych.planner.budget.blocks considers."""
 
     @property
     def peak(self) -> int:

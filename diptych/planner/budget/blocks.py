@@ -210,12 +210,12 @@ class StageParts:
         simulations = self._simulate_block(block, config, moved)
         yield self._cost(block, config, moved, simulations)
         if moved and self.config.activation_offload_layers is None:
-            for names in self._hidden_values(block, simulations["allocated"].moved_by_name):
+            for names in sorted(self._hidden_values(block, simulations["allocated"].moved_by_name), key=sorted):
                 some: dict[int, Offloaded] = dict.fromkeys(moved, names)
                 yield self._cost(block, config, some, self._simulate_block(block, config, some))
 
-    def _hidden_values(self, block: RecomputeBlock, sizes: Counter[str]) -> Iterator[frozenset[str]]:
-        """Yield the names of the values of a layer with the most bytes that are copied during the next layer.
+    def _hidden_values(self, block: RecomputeBlock, sizes: Counter[str]) -> set[frozenset[str]]:
+        """Return the names of the values of a layer with the most bytes that are copied during the next layer.
 
         There is one choice for each kind of next layer, because the copy to the host has the time of its forward, and
         the copy back that of its backward. A layer that reads the message to the stage has none: its copy takes time
@@ -225,15 +225,17 @@ class StageParts:
             block: the layer.
             sizes: bytes of the values that move if all do, by name.
         """
+        found: set[frozenset[str]] = set()
         if self._reads_message(block.layers):
-            return
+            return found
         names = [name for name in VALUES if sizes[name]]
         choices = (np.arange(2 ** len(names))[:, None] >> np.arange(len(names))) % 2
         sums = choices @ np.array([sizes[name] for name in names], dtype=np.int64)
         for most in self._hidden_bytes:
             chosen = choices[np.argmax(np.where(sums <= most, sums, -1))]
             if most < sizes.total() and chosen.any():
-                yield frozenset(name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen)
+                found.add(frozenset(name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen))
+        return found
 
     @cached_property
     def _hidden_bytes(self) -> list[int]:

@@ -115,7 +115,10 @@ class GraphBuilder(OperationBuilder):
             return output
         output = self.regions.leave(nodes, output)
         last = "linear_fc2" if name.endswith(".mlp") else "linear_proj"
-        return self._biased(nodes, output, f"{name}.{last}", (), is_summed=True)
+        biased = self._biased(nodes, output, f"{name}.{last}", (), is_summed=True)
+        if biased is not output:
+            output.name, biased.name = biased.name, "mlp_output" if name.endswith(".mlp") else "attention_output"
+        return biased
 
     def _read(self, nodes: list[Node], x: Value, connection: str | None) -> tuple[Value, Value, Value | None]:
         width = self.config.hidden_size

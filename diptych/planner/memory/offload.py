@@ -49,9 +49,9 @@ class MovingValues:
 
     def add(self, layer: int, values: Iterable[Value]) -> None:
         """Add values that an operation of a layer saves."""
-        for value in values:
-            is_moved = is_offloaded(value.name, self._moved.get(layer))
-            if is_moved and value.size >= self._min_bytes and not value.is_view:
+        offloaded = self._moved.get(layer)
+        for value in values if offloaded is not None else ():
+            if is_offloaded(value.name, offloaded) and value.size >= self._min_bytes and not value.is_view:
                 self.groups[layer][id(value)] = value
                 self.holders[id(value)] += 1
 
@@ -85,6 +85,8 @@ def values_that_move(
     config: TransformerConfig, layers: Iterable[int], blocks: Iterable[RecomputeBlock]
 ) -> dict[int, Offloaded]:
     """Return the values that move of every layer whose saved values do; arguments as in moving_values."""
+    if not config.enable_activation_offload:
+        return {}
     found = {number: config.layer(number).offload for number in set(layers) - layers_that_stay(config, blocks)}
     return {number: values for number, values in found.items() if values is not None}
 

@@ -91,11 +91,11 @@ def describe_fit(plan: BudgetPlan) -> str:
         stored = f"; layers that save in 8 bits: {plan.config.activation_storage_layers or 'all'}"
     moved = ""
     if plan.config.enable_activation_offload:
-        moved = f"; layers whose saved values move to the host: {plan.config.activation_offload_layers or 'all'}"
+        moved = f"; layers (or their values) that move to the host: {plan.config.activation_offload_layers or 'all'}"
     work = ["recomputation", *["packing"] * bool(stored), *["waits for copies"] * bool(moved)]
     return (
         f"recompute within {plan.budget / MIB:,.1f} MiB for a rank: {plan.peak / MIB:,.1f} MiB, "
-        f"{plan.seconds * 1e3:.3g} ms of {' and '.join(work)} for a microbatch (any other within the budget: at least "
+        f"{plan.seconds * 1e3:.3g} ms of {' and '.join(work)} for a microbatch (any other that is searched: at least "
         f"{plan.bound * 1e3:.3g} ms){stored}{moved}"
     )
 
