@@ -90,7 +90,7 @@ def add_hyper_connections(
         Manifold-constrained hyper-connections, https://arxiv.org/abs/2512.24880, equations 3 to 9.
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"model: expected an nnx.Module, got {type(model).__name__}")
+        raise TypeError(f"model: expected an nnx.Module, got {type(model).__name__}; linen modules are not supported")
     chosen = _chosen(dict(named_modules(model)), blocks)
     name, first = next(iter(chosen.items()))
     width = hidden_size or _width(name, first)
@@ -113,7 +113,10 @@ def _chosen(found: dict[str, nnx.Module], blocks: Any) -> dict[str, nnx.Module]:
     names = select("blocks", blocks, [*found])
     used = next((name for name in names if hasattr(found[name], ATTRIBUTE)), None)
     if used is not None:
-        raise ValueError(f"blocks: expected blocks without an attribute {ATTRIBUTE!r}, got {used}, which has one")
+        raise ValueError(
+            f"blocks: expected blocks without an attribute {ATTRIBUTE!r}, got {used}, which has one; remove() the "
+            "hyper-connections that it has"
+        )
     return {name: found[name] for name in names}
 
 
@@ -130,7 +133,10 @@ def _width(name: str, block: nnx.Module) -> int:
             f"has weights {list(stacked)}); call the layers one by one"
         )
     if width is None:
-        raise ValueError(f"hidden_size: expected a number, since {name} has no norm with weights, got None")
+        raise ValueError(
+            f"hidden_size: expected a number, since {name} has no norm with weights, got None; pass the channels of "
+            "the hidden states"
+        )
     return width
 
 

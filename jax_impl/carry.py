@@ -48,7 +48,7 @@ def relay(shape: tuple[int, ...], dtype: Any, compute: Callable[[Array], tuple[A
     if carry is None:
         raise ValueError(
             "cp_exchange: expected another than 'pipelined' outside of jax_impl.context_parallel.over_microbatches, "
-            "whose microbatches follow one another over ranks"
+            "whose microbatches follow one another over ranks; use 'all_gather'"
         )
     index = carry.first + len(carry.sent)
     sent, result = compute(jnp.zeros(shape, dtype) if carry.received is None else carry.received[index])

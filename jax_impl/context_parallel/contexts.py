@@ -90,7 +90,9 @@ def _size_and_rank(group: str) -> tuple[int, Array]:
     try:
         return lax.axis_size(group), lax.axis_index(group)
     except (NameError, TypeError):
-        raise ValueError(f"group: expected an axis of the shard_map or pmap around, got {group!r}") from None
+        raise ValueError(
+            f"group: expected an axis of the shard_map or pmap around, got {group!r}; call build_cp_context in it"
+        ) from None
 
 
 def compress_h0(h0: Float[Array, "n h k v"] | None, context: FLACPContext) -> Float[Array, "m h k v"] | None:

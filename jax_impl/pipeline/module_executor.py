@@ -237,7 +237,7 @@ class PipelineExecutor:
         for name, tree in (("inputs", inputs), ("targets", targets)):
             leaves = jax.tree.leaves(tree)
             if name == "inputs" and not leaves:
-                raise ValueError(f"inputs: expected arrays [{m}, ...], got none")
+                raise ValueError(f"inputs: expected arrays [{m}, ...], got none; pass split_batch(batch, {m})")
             for leaf in leaves:
                 shape = np.shape(leaf)
                 if not shape or shape[0] != m:
@@ -248,7 +248,7 @@ class PipelineExecutor:
                 if parts > 1 and (len(shape) < 2 or shape[1] % parts):
                     raise ValueError(
                         f"{name}: expected a number of samples that mesh axis {DATA_AXIS!r} of size {parts} divides, "
-                        f"got shape {[*shape]}"
+                        f"got shape {[*shape]}; use larger batches, fewer microbatches or a smaller axis"
                     )
         given = self._state_of_modules() if state is None else state
         self._read_modules()
@@ -312,7 +312,10 @@ class PipelineExecutor:
         user = self._users[stage]
         leaves, structure = jax.tree.flatten(tree)
         if structure != user.structure:
-            raise ValueError(f"parameters: expected the structure of stage {stage}, {user.structure}, got {structure}")
+            raise ValueError(
+                f"parameters: expected the structure of stage {stage}, {user.structure}, got {structure}; pass a "
+                "pytree like the one that PipelineExecutor was given"
+            )
         for name, own, leaf in zip(user.names, user.params, leaves, strict=True):
             try:
                 fits = np.broadcast_shapes(np.shape(leaf), own.shape) == own.shape
@@ -321,7 +324,7 @@ class PipelineExecutor:
             if not fits:
                 raise ValueError(
                     f"parameters: expected shape {own.shape} for {name!r} of stage {stage}, or one that broadcasts to "
-                    f"it, got {np.shape(leaf)}"
+                    f"it, got {np.shape(leaf)}; reshape it, or make a new executor"
                 )
         return leaves
 
@@ -372,7 +375,8 @@ class PipelineExecutor:
         who = f"stages {', '.join(changed)} change variables that are not nnx.Param"
         if not has_state:
             raise ValueError(
-                f"state: expected pipeline.initial_state() or the state of the previous step, since {who}, got None"
+                f"state: expected pipeline.initial_state() or the state of the previous step, since {who}, got None; "
+                "pass initial_state() to the first step, then the state that each step returns"
             )
         if self._keep == "inputs":
             raise ValueError(
@@ -396,13 +400,15 @@ def split_batch(batch: Any, num_microbatches: int) -> Any:
     """
     m = num_microbatches
     if not isinstance(m, int | np.integer) or m < 1:
-        raise ValueError(f"num_microbatches: expected a whole number of at least 1, got {m!r}")
+        raise ValueError(
+            f"num_microbatches: expected a whole number of at least 1, got {m!r}; pass an int that divides the batch"
+        )
 
     def split(x: Any) -> Any:
         if not np.ndim(x) or np.shape(x)[0] % m:
             raise ValueError(
                 f"batch: expected arrays whose axis 0 is a multiple of {m}, the number of microbatches, got shape "
-                f"{[*np.shape(x)]}"
+                f"{[*np.shape(x)]}; leave out or repeat some samples, or change the number of microbatches"
             )
         return x.reshape(m, np.shape(x)[0] // m, *np.shape(x)[1:])
 
@@ -421,7 +427,8 @@ def _user_stages(stages: Sequence[Any], parameters: Sequence[Any] | None) -> lis
     if isinstance(stages, nnx.List):
         stages = [*stages]
     if isinstance(stages, nnx.Module) or callable(stages) or not stages:
-        raise ValueError(f"stages: expected a list with at least one stage, got {type(stages).__name__}")
+        got = "an empty list" if stages == [] else type(stages).__name__
+        raise ValueError(f"stages: expected a list with at least one stage, got {got}; pass [stage] for a single one")
     for number, stage in enumerate(stages):
         if isinstance(stage, linen.Module):
             raise ValueError(
@@ -431,19 +438,25 @@ def _user_stages(stages: Sequence[Any], parameters: Sequence[Any] | None) -> lis
             )
         if not callable(stage):
             raise ValueError(
-                f"stages: expected a function or an nnx module for stage {number}, got {type(stage).__name__}"
+                f"stages: expected a function or an nnx module for stage {number}, got {type(stage).__name__}; pass a "
+                "function (params, x) -> y"
             )
     modules = [isinstance(stage, nnx.Module) for stage in stages]
     if any(modules):
         if not all(modules) or parameters is not None:
             raise ValueError(
-                "stages: expected nnx modules alone, without parameters, or functions with parameters, got a mixture"
+                "stages: expected nnx modules alone, without parameters, or functions with parameters, got "
+                f"{'nnx modules with parameters' if all(modules) else 'a mixture'}; leave out parameters, or make "
+                "every stage a function"
             )
         result = [*map(stage_of_module, stages)]
         _check_own_state(result)
     else:
         if parameters is None:
-            raise ValueError("parameters: expected a pytree for each stage, since stages are functions, got None")
+            raise ValueError(
+                "parameters: expected a pytree for each stage, since stages are functions, got None; pass a list, "
+                "with {} for a stage without parameters"
+            )
         result = [*map(stage_of_function, stages, _of_all(parameters, len(stages)))]
     for number, user in enumerate(result):
         for name, leaf in zip(user.names, user.params, strict=True):
@@ -473,7 +486,10 @@ def _of_all(trees: Sequence[Any], num_stages: int) -> Sequence[Any]:
     """Check that there is one tree for each stage, and return the trees."""
     if not isinstance(trees, list | tuple) or len(trees) != num_stages:
         got = len(trees) if isinstance(trees, list | tuple) else type(trees).__name__
-        raise ValueError(f"parameters: expected a list of {num_stages}, one pytree for each stage, got {got}")
+        raise ValueError(
+            f"parameters: expected a list of {num_stages}, one pytree for each stage, got {got}; pass {{}} for a stage "
+            "without parameters"
+        )
     return trees
 
 
@@ -504,7 +520,8 @@ def _shared_indices(users: Sequence[UserStage], shared: Sequence[Mapping[int, st
         likes = {_shape_of(users[stage].params[i]) for stage, i in places.items()}
         if len(likes) != 1:
             raise ValueError(
-                f"shared_parameters: expected equal shapes and dtypes for {dict(names)}, got {sorted(map(str, likes))}"
+                f"shared_parameters: expected equal shapes and dtypes for {dict(names)}, got "
+                f"{sorted(map(str, likes))}; convert them, or do not share them"
             )
         result.append(places)
     return result
@@ -524,10 +541,13 @@ def _mesh(mesh: Mesh | None, num_stages: int, backend: str) -> Mesh:
     if PIPELINE_AXIS not in mesh.axis_names or not {*mesh.axis_names} <= {PIPELINE_AXIS, DATA_AXIS}:
         raise ValueError(
             f"mesh: expected an axis {PIPELINE_AXIS!r}, and besides at most an axis {DATA_AXIS!r}, got "
-            f"{dict(mesh.shape)}"
+            f"{dict(mesh.shape)}; rename its axes"
         )
     if backend == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
-        raise ValueError(f"backend: expected 'shard_map' with a mesh {dict(mesh.shape)}, got 'pmap'")
+        raise ValueError(
+            f"backend: expected 'shard_map' with a mesh {dict(mesh.shape)}, got 'pmap', which supports axis "
+            f"{PIPELINE_AXIS!r} alone"
+        )
     return mesh
 
 

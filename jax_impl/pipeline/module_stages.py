@@ -378,14 +378,18 @@ class ModuleStages:
         if not self.collects_losses:
             return jax.tree.map(jnp.asarray, y)
         if self._loss_fn is not None and not jax.tree.leaves(target):
-            raise ValueError("targets: expected arrays [m, ...] for loss_fn, got none")
+            raise ValueError(
+                "targets: expected arrays [m, ...] for loss_fn, got none; pass targets, or leave out loss_fn"
+            )
         loss = y if self._loss_fn is None else self._loss_fn(y, target)
         what = "loss_fn" if self._loss_fn is not None else "stages: without loss_fn, the last stage"
         likes = jax.tree.map(_like, loss)
         like = likes if isinstance(likes, jax.ShapeDtypeStruct) else None
         if like is None or like.shape != () or not jnp.issubdtype(like.dtype, jnp.floating):
             got = f"{like.dtype}{[*like.shape]}" if like is not None else likes
-            raise ValueError(f"{what}: expected a scalar loss of a floating-point dtype, got {got}")
+            raise ValueError(
+                f"{what}: expected a scalar loss of a floating-point dtype, got {got}; take its mean() or sum()"
+            )
         return jnp.asarray(loss)
 
     def _find_messages(self, users: Sequence[UserStage], data: Any) -> list[_Message]:

@@ -225,11 +225,16 @@ class PipelineStep:
                 "batch to (m, b, T)"
             )
         if np.shape(targets) != shape:
-            raise ValueError(f"targets: expected the shape of tokens, {shape}, got {np.shape(targets)}")
+            raise ValueError(
+                f"targets: expected the shape of tokens, {shape}, got {np.shape(targets)}; divide both alike"
+            )
         if samples is None:
             samples = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape[:2])
         if np.shape(samples) != shape[:2]:
-            raise ValueError(f"samples: expected one number per sequence, shape {shape[:2]}, got {np.shape(samples)}")
+            raise ValueError(
+                f"samples: expected one number per sequence, shape {shape[:2]}, got {np.shape(samples)}; None numbers "
+                "the sequences in order"
+            )
         parts = self.mesh.shape.get(DATA_AXIS, 1)
         if shape[1] % parts:
             raise ValueError(
@@ -301,7 +306,10 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, backend: str) -> Mesh:
         (TENSOR_AXIS, "tensor_model_parallel_size", tp),
     ):
         if mesh.shape.get(axis, 1) != size:
-            raise ValueError(f"mesh: expected an axis {axis!r} of size {name}={size}, got {dict(mesh.shape)}")
+            raise ValueError(
+                f"mesh: expected an axis {axis!r} of size {name}={size}, got {dict(mesh.shape)}; change the mesh or "
+                f"{name}"
+            )
     if backend == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
         raise ValueError(
             f"mesh: expected axis {PIPELINE_AXIS!r} alone with backend 'pmap', got {dict(mesh.shape)}; use backend "
@@ -331,7 +339,7 @@ def _check_options(model: nnx.Module, config: TransformerConfig, backend: str, k
     if config.enable_tensor_offload and backend == "pmap":
         raise ValueError(
             "backend: expected 'shard_map' with enable_tensor_offload, got 'pmap', which does not support arrays in "
-            "host memory"
+            "host memory; pass backend='shard_map'"
         )
     if config.enable_activation_offload and keep == "inputs":
         raise ValueError(
@@ -345,5 +353,5 @@ def _check_options(model: nnx.Module, config: TransformerConfig, backend: str, k
         name = min(dict(actual.items() ^ expected.items()))
         raise ValueError(
             "model: expected the whole model of config, made from diptych.plans.mesh.undivided(config), "
-            f"with {name!r} of shape {expected.get(name)}, got {actual.get(name)}"
+            f"with {name!r} of shape {expected.get(name)}, got {actual.get(name)}; pass GPTModel(undivided(config))"
         )
