@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diptych.planner.memory.nodes import Layer, Node
+from diptych.planner.memory.nodes import Node
 from diptych.planner.memory.offload import MovingValues, values_that_move
 from diptych.planner.memory.simulate import Gradients, Simulation
 from diptych.planner.memory.stages import stage_builder
@@ -300,12 +300,8 @@ class StageParts:
         layers = {}
         for number in block.layers:
             layers[number], x = builder.layer(number, x)
-        end = [Node([x], [])]
-        least = config.activation_offload_min_bytes
-        return {
-            gradients: _run(begin, layers, [block], end, gradients, MovingValues(moved, least))
-            for gradients in self._gradients
-        }
+        simulation = Simulation(moving=MovingValues(moved, config.activation_offload_min_bytes))
+        return simulation.run_each(begin, layers, [block], [Node([x], [])], self._gradients)
 
     @property
     def _gradients(self) -> list[Gradients]:
@@ -341,26 +337,23 @@ class StageParts:
 
     def _first_end(self) -> EndCost:
         """Return what the stage runs before its layers."""
-        found = {}
-        for gradients in self._gradients:
-            builder = stage_builder(self.config, self._batch)
-            if self._is_first:
-                nodes, x = builder.embedding()
-                found[gradients] = _run(nodes, {}, [], [Node([x], [])], gradients)
-            else:
-                found[gradients] = _run(builder.dropout_rows(), {}, [], [], gradients)
+        builder = stage_builder(self.config, self._batch)
+        if self._is_first:
+            nodes, x = builder.embedding()
+            last = [Node([x], [])]
+        else:
+            nodes = builder.dropout_rows()
+            last = []
+        found = Simulation().run_each(nodes, {}, [], last, self._gradients)
         return EndCost(sum(found["allocated"].saved_by_name.values()), self._peaks(found))
 
     def _simulate_last(self) -> dict[Gradients, Simulation]:
         """Simulate what the stage runs after its layers."""
-        found = {}
-        for gradients in self._gradients:
-            builder = stage_builder(self.config, self._batch)
-            y = builder.hidden()
-            sent = Node([y], [], [] if self.config.deallocate_pipeline_outputs else [y])
-            end = builder.head(y) if self._is_last else [sent]
-            found[gradients] = _run([Node([], [y])], {}, [], end, gradients)
-        return found
+        builder = stage_builder(self.config, self._batch)
+        y = builder.hidden()
+        sent = Node([y], [], [] if self.config.deallocate_pipeline_outputs else [y])
+        end = builder.head(y) if self._is_last else [sent]
+        return Simulation().run_each([Node([], [y])], {}, [], end, self._gradients)
 
 
 def storage_choices(config: TransformerConfig) -> list[TransformerConfig]:
@@ -375,17 +368,3 @@ def offload_choices(config: TransformerConfig) -> list[TransformerConfig]:
     if not config.enable_activation_offload or config.activation_offload_layers is not None:
         return [config]
     return [replace(config, enable_activation_offload=False), config]
-
-
-def _run(
-    first: list[Node],
-    layers: dict[int, Layer],
-    blocks: list[RecomputeBlock],
-    last: list[Node],
-    gradients: Gradients,
-    moving: MovingValues | None = None,
-) -> Simulation:
-    """Simulate operations without the token positions, which the whole model saves once."""
-    simulation = Simulation(gradients=gradients, moving=moving)
-    simulation.run(first, layers, blocks, last)
-    return simulation

@@ -6,6 +6,7 @@ The first operation of backward that needs one of its values replays it, after t
 Values that move to the host are not allocated while they are there.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -82,8 +83,7 @@ class Simulation:
 
     def __init__(self, length: int = 0, gradients: Gradients = "allocated", moving: MovingValues | None = None) -> None:
         self._position_bytes = 8 * length
-        self._adds = gradients in ("added", "deferred and added")
-        self._defers = gradients in ("deferred", "deferred and added")
+        self._adds, self._defers = _treatment(gradients)
         self.held = 0
         self.peak = 0
         self.forward_peak = 0
@@ -102,6 +102,8 @@ class Simulation:
         self._moving = moving or MovingValues()
         self.moved: dict[int, int] = {}
         self.moved_by_name: Counter[str] = Counter()
+        self._leaving: dict[int, list[Value]] = {}
+        """Saved values that move to the host, by layer."""
         self.forward_peaks: Counter[int] = Counter()
         self.backward_peaks: Counter[int] = Counter()
         self._peaks = self.forward_peaks
@@ -121,6 +123,50 @@ class Simulation:
             blocks: recompute blocks of the layers to run, in order.
             last: operations after the layers.
         """
+        self._run_backward(self._run_forward(first, layers, blocks, last))
+
+    def run_each(
+        self,
+        first: list[Node],
+        layers: dict[int, Layer],
+        blocks: Iterable[RecomputeBlock],
+        last: list[Node],
+        each: Iterable[Gradients],
+    ) -> "dict[Gradients, Simulation]":
+        """Simulate forward once, and backward with every treatment of parameter gradients.
+
+        Args:
+            first: see run.
+            layers: see run.
+            blocks: see run.
+            last: see run.
+            each: treatments of gradients.
+
+        Returns:
+            The simulations, as if each had been run alone.
+        """
+        nodes = self._run_forward(first, layers, blocks, last)
+        found: dict[Gradients, Simulation] = {gradients: self._with(gradients) for gradients in each}
+        for simulation in found.values():
+            simulation._run_backward(nodes)
+        return found
+
+    def _with(self, gradients: Gradients) -> "Simulation":
+        """Return a copy after forward whose backward treats gradients in another way."""
+        other = copy.copy(self)
+        other._adds, other._defers = _treatment(gradients)
+        other._deferred = []
+        other._present = dict(self._present)
+        other._holders = Counter(self._holders)
+        other._moving = copy.copy(self._moving)
+        other._moving.on_host = set(self._moving.on_host)
+        other.backward_peaks = Counter()
+        return other
+
+    def _run_forward(
+        self, first: list[Node], layers: dict[int, Layer], blocks: Iterable[RecomputeBlock], last: list[Node]
+    ) -> list[Node]:
+        """Simulate forward, and return all operations; arguments as in run."""
         nodes = [*first]
         blocks = [*blocks]
         discards: dict[int, list[Region]] = {}
@@ -143,8 +189,15 @@ class Simulation:
         for value in chain.from_iterable(moved.values()):
             self.moved_by_name[value.name] += value.size
         self.forward_peak = self.peak
+        self._leaving = moved
+        return nodes
+
+    def _run_backward(self, nodes: list[Node]) -> None:
+        """Simulate backward over the operations of forward."""
+        for region in self._region_of.values():
+            region.is_replayed = False  # by the backward of another simulation of the same forward
         self._peaks = self.backward_peaks
-        for layer, values in moved.items():
+        for layer, values in self._leaving.items():
             self._place(values, on_host=layer not in self._moving.returned)
         self.peak = self.held
         self._backward(nodes)
@@ -364,6 +417,11 @@ class Simulation:
 
     def _free(self, size: int) -> None:
         self.held -= size
+
+
+def _treatment(gradients: Gradients) -> tuple[bool, bool]:
+    """Return whether backward adds gradients to earlier ones, and whether W computes those of linear maps."""
+    return gradients in ("added", "deferred and added"), gradients in ("deferred", "deferred and added")
 
 
 def _reads(nodes: Iterable[Node]) -> Counter[int]:
