@@ -208,8 +208,9 @@ class StageTimes:
                 nexts = [own] * (len(sizes) - 1) + [following]
                 waits = [self.copy_waits(config, one, then) for one, then in zip(moved, nexts, strict=False)]
                 ahead, back = (float(sum(waited)) for waited in zip(*waits, strict=True))
-                forward, backward = time.forward + ahead, time.input_gradient + back
-                time = time._replace(forward=forward, input_gradient=backward, copied=ahead + back)
+                time = time._replace(
+                    forward=time.forward + ahead, input_gradient=time.input_gradient + back, copied=ahead + back
+                )
             parts.append(time._replace(moved=sum(moved)))
         return parts
 

@@ -117,7 +117,8 @@ class GraphBuilder(OperationBuilder):
         last = "linear_fc2" if name.endswith(".mlp") else "linear_proj"
         biased = self._biased(nodes, output, f"{name}.{last}", (), is_summed=True)
         if biased is not output:
-            output.name, biased.name = biased.name, "mlp_output" if name.endswith(".mlp") else "attention_output"
+            output.name = "region_output"
+            biased.name = "mlp_output" if name.endswith(".mlp") else "attention_output"
         return biased
 
     def _read(self, nodes: list[Node], x: Value, connection: str | None) -> tuple[Value, Value, Value | None]:
