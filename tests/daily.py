@@ -4,8 +4,8 @@ make test: a fuzzer, another test or other parameters see the same. A number n: 
 those that are not marked slow, in the order of collection. Choose one that shares no factor with the lengths of the
 parameters. 0: none runs.
 
-make test-all runs these whole, except slow tests of many parameters: each day has one half of those, and another part
-of the longest (PARTS).
+make test-all runs these whole, except slow tests of many parameters: each day has one half or one third of those
+(SERIES), and another part of the longest (PARTS).
 """
 
 import os
@@ -177,7 +177,7 @@ EVERY = {
 """Number by test."""
 
 PARTS = {
-    "tests/fuzz/test_fuzzers.py::test_a_hundred_programs": 3,
+    "tests/fuzz/test_fuzzers.py::test_a_hundred_programs": 4,
     "tests/composition_jax_cases.py::test_what_must_be_accepted": 6,
     "tests/context/jax_cases.py::test_c11_c12_a_hybrid_model_over_ranks": 3,
     "tests/context/test_training.py::test_c11_c12_jax_trains_as_pytorch_in_one_process": 3,
@@ -190,9 +190,10 @@ PARTS = {
     "tests/docs/test_commands.py::test_benchmarks_run_when_made_small": 3,
     "tests/docs/test_commands.py::test_training_runs_when_made_small": 3,
     "tests/docs/test_notebooks.py::test_notebook_runs": 3,
-    "tests/everywhere/support_cases_jax.py::test_a_cell": 2,
+    "tests/everywhere/support_cases_jax.py::test_a_cell": 3,
     "tests/everywhere/test_pipelines.py::test_four_ranks": 2,
-    "tests/everywhere/test_support_matrix.py::test_a_cell": 2,
+    "tests/everywhere/test_support_matrix.py::test_a_cell": 3,
+    "tests/faults/test_fault_injection.py::test_every_case_is_as_expected": 2,
     "tests/kernels/test_kernels.py::test_kernels_are_as_exact_as_their_type_allows": 2,
     "tests/offload/jax_cases.py::test_gradients_are_those_without_offload_in_more_ways": 4,
     "tests/offload/jax_cases.py::test_training_is_that_without_offload": 3,
@@ -220,8 +221,8 @@ PARTS = {
     "tests/test_composition.py::test_kernels_learn_as_plain": 3,
 }
 """In how many parts make test-all runs a series of many long cases that see nearly the same."""
-SERIES = 4
-"""Parameter sets from which on a slow test runs in two parts, if PARTS does not name it."""
+SERIES = 4, 9
+"""Parameter sets from which on a slow test that PARTS does not name runs in two parts, and in three."""
 
 VARIABLE = "DIPTYCH_TEST_PART"
 """The environment variable that chooses the part: a number, or all. make test-all takes the number of the day."""
@@ -250,7 +251,7 @@ def of_other_parts(names: list[str], part: str, are_slow: list[bool]) -> list[bo
     found = []
     for test, is_slow in zip(tests, are_slow, strict=True):
         series = test, is_slow or test in PARTS
-        parts = PARTS.get(test, 2 if is_slow and lengths[test] >= SERIES else 1)
+        parts = PARTS.get(test, 1 + sum(is_slow and lengths[test] >= length for length in SERIES))
         found.append((seen[series] + int(part)) % parts != 0)
         seen[series] += 1
     return found
