@@ -213,6 +213,16 @@ def operation_rows(tokens: int, width: int, device: str) -> Iterator[dict[str, A
             lambda x, m, y, h: hyper_connections.write_streams(x, m, y, None, h, impl="reference"),
             peer and (lambda x, m, y, h: peer.liger_mhc_post_res(x, y, h, m)),
         ),
+        "read_streams and write_streams": (
+            [x, phi, alpha, bias, y],
+            partial(_connection, torch_ops.read_streams, torch_ops.write_streams),
+            partial(
+                _connection,
+                partial(hyper_connections.read_streams, impl="reference"),
+                partial(hyper_connections.write_streams, impl="reference"),
+            ),
+            peer and partial(_liger_connection, peer),
+        ),
         "swiglu": (
             [both],
             torch_ops.swiglu,
@@ -224,6 +234,28 @@ def operation_rows(tokens: int, width: int, device: str) -> Iterator[dict[str, A
     for name, (arrays, *functions) in track(operations.items(), "operations"):
         implementations = {who: function for who, function in zip(names, functions, strict=True) if function}
         yield from compare_implementations(name, implementations, arrays, device)
+
+
+def _connection(
+    read: Callable[..., Any],
+    write: Callable[..., Any],
+    x: torch.Tensor,
+    phi: torch.Tensor,
+    alpha: torch.Tensor,
+    bias: torch.Tensor,
+    y: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the input of a sublayer and the streams after its output y: all of mHC around a sublayer."""
+    aggregated, h_post, h_res, residual = read(x, phi, alpha, bias)
+    return aggregated, write(residual, h_res, y, None, h_post)
+
+
+def _liger_connection(
+    peer: Any, x: torch.Tensor, phi: torch.Tensor, alpha: torch.Tensor, bias: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same as _connection, by liger-kernel."""
+    h_pre, h_post, h_res = peer.liger_mhc_coeffs(x, phi.to(x.dtype), bias, alpha[0], alpha[1], alpha[2])
+    return peer.liger_mhc_pre(x, h_pre), peer.liger_mhc_post_res(x, y, h_post, h_res)
 
 
 def compare_implementations(

@@ -18,7 +18,7 @@ Reference: mHC, arXiv 2512.24880, eqs. 3-9. Layout is batch first, [B, T, S, D].
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,105 +28,12 @@ from jaxtyping import Float, Integer
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model import operations
-from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_head_spec, hyper_connection_spec
+from diptych.plans.model.parameters import hyper_connection_head_spec, hyper_connection_spec
 from diptych_kernels.mesh_axes import match_varying_axes
+from jax_impl.doubly_stochastic import sinkhorn
 from jax_impl.operands import at_least_float32, given_operand, operand
 from jax_impl.ops import DropoutState, add_bias, check_state, dropout, kernel_backend, parameter
 from jax_impl.recompute import name_value
-
-
-def sinkhorn(
-    logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto", epsilon: float = 0.0
-) -> Float[Array, "*b s s"]:
-    """Return doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
-
-    Only the logits are saved for backward, which recomputes the iterates and differentiates each normalisation.
-
-    Args:
-        logits: computed in float32 if their type is narrower. [..., S, S]
-        iterations: pairs of normalisations, >= 1.
-        last: ``"row"`` (as in the paper: columns first, row sums are exact) or ``"column"``.
-        impl: see diptych.plans.model.implementation.
-        epsilon: added to the first normalisation, and to the sums of the others.
-
-    Returns:
-        Matrices in the type of logits. [..., S, S]
-
-    Raises:
-        ValueError: an argument has a wrong shape, type or value.
-
-    Reference: mHC, eq. 9. The first normalisation is a softmax with a floor of 1e-30; entries below the floor are
-    constants. With the floor no later sum is 0, so no epsilon is needed and the last normalisation is exact. With an
-    epsilon there is no floor, and the sums are only nearly 1 (DeepSeek-V4: 1e-6).
-    """
-    operations.check_iterations(iterations, last)
-    operations.check_epsilon(epsilon)
-    operations.check_matrices(operand("logits", logits))
-    if kernels := kernel_backend(impl, logits):
-        return kernels.sinkhorn(logits, iterations, last, epsilon)
-    tokens_innermost = jnp.moveaxis(at_least_float32(logits), (-2, -1), (0, 1))
-    first_axis = 0 if last == "row" else 1  # a sum over axis 0, the row index, normalises columns
-    matrices: Array = _sinkhorn(tokens_innermost, iterations, first_axis, epsilon)
-    return jnp.moveaxis(matrices, (0, 1), (-2, -1)).astype(logits.dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _sinkhorn(logits: Array, iterations: int, first_axis: int, epsilon: float) -> Array:  # [S, S, ...]
-    """Run Sinkhorn on logits [S, S, ...], whose backward recomputes the iterates."""
-    matrix = _first_matrix(jax.nn.softmax(logits, axis=first_axis), epsilon)
-    matrix, _ = jax.lax.scan(partial(_normalise_twice, first_axis, epsilon), matrix, length=iterations - 1)
-    return matrix / (matrix.sum(1 - first_axis, keepdims=True) + epsilon)
-
-
-def _sinkhorn_forward(logits: Array, iterations: int, first_axis: int, epsilon: float) -> tuple[Array, Array]:
-    """Run Sinkhorn, and save only the logits."""
-    return _sinkhorn(logits, iterations, first_axis, epsilon), logits
-
-
-def _sinkhorn_backward(iterations: int, first_axis: int, epsilon: float, logits: Array, grad: Array) -> tuple[Array]:
-    """Recompute the iterates, and differentiate each normalisation."""
-    softmax = jax.nn.softmax(logits, axis=first_axis)
-    normalise_twice = partial(_normalise_twice, first_axis, epsilon)
-
-    def twice(matrix: Array, _: None) -> tuple[Array, Array]:
-        return normalise_twice(matrix, None)[0], matrix
-
-    matrix, iterates = jax.lax.scan(twice, _first_matrix(softmax, epsilon), length=iterations - 1)
-    total = matrix.sum(1 - first_axis, keepdims=True) + epsilon
-    grad = _normalise_backward(grad, matrix / total, total, 1 - first_axis)
-
-    def twice_backward(grad: Array, iterate: Array) -> tuple[Array, None]:
-        _, ((other, other_total), (first, first_total)) = normalise_twice(iterate, None)
-        grad = _normalise_backward(grad, first, first_total, first_axis)
-        return _normalise_backward(grad, other, other_total, 1 - first_axis), None
-
-    grad, _ = jax.lax.scan(twice_backward, grad, iterates, reverse=True)
-    if not epsilon:
-        softmax = _first_matrix(softmax, epsilon)
-        grad = jnp.where(softmax > SINKHORN_FLOOR, grad, 0.0)
-    return (softmax * (grad - (grad * softmax).sum(first_axis, keepdims=True)),)
-
-
-_sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
-
-
-def _first_matrix(softmax: Array, epsilon: float) -> Array:
-    """Return the first normalisation: a softmax with an epsilon, or with a floor if it is 0."""
-    return softmax + epsilon if epsilon else jnp.maximum(softmax, SINKHORN_FLOOR)
-
-
-def _normalise_twice(first_axis: int, epsilon: float, matrix: Array, _: None) -> tuple[Array, tuple]:
-    """Normalise over the other axis, then over the first; return both results and the sums they were divided by."""
-    total = matrix.sum(1 - first_axis, keepdims=True) + epsilon
-    other = matrix / total
-    first_total = other.sum(first_axis, keepdims=True) + epsilon
-    first = other / first_total
-    return first, ((other, total), (first, first_total))
-
-
-def _normalise_backward(grad: Array, normalised: Array, total: Array, axis: int) -> Array:
-    """Return the gradient of matrix -> normalised = matrix / total, where total = sum(matrix, axis)."""
-    return (grad - (grad * normalised).sum(axis, keepdims=True)) / total
 
 
 def compute_mappings(
@@ -282,6 +189,60 @@ def aggregate(x: Float[Array, "b t s d"], h_pre: Float[Array, "b t s"], impl: st
     if kernels := kernel_backend(impl, x):
         return name_value(kernels.aggregate(x, h_pre), "aggregated")
     return name_value(jnp.einsum("bts,btsd->btd", h_pre.astype(x.dtype), x), "aggregated")
+
+
+def read_streams(
+    x: Float[Array, "b t s d"],
+    phi: Float[Array, "sd c"],
+    alpha: Float[Array, "3"],
+    bias: Float[Array, " c"],
+    *,
+    iterations: int = 20,
+    last: str = "row",
+    epsilon: float = 1e-5,
+    mhc_epsilon: float = 0.0,
+    transposed: bool = False,
+    through: bool = True,
+    impl: str = "auto",
+) -> tuple[Float[Array, "b t d"], Float[Array, "b t s"], Float[Array, "b t s s"], Float[Array, "b t s d"]]:
+    """Return the input of a sublayer, h_post and h_res for write_streams, and x as its residual.
+
+    With Triton kernels, the gradient of x is written once if write_streams gets the returned x. The results are those
+    of compute_mappings and aggregate. The returned x shares the memory of x and must not be changed in place.
+
+    Args:
+        x: residual streams. [B, T, S, D]
+        phi: see compute_mappings, as for the other arguments.
+        alpha: gains of h_pre, h_post, h_res. [3]
+        bias: bias of the projection. [2*S + S*S]
+        iterations: see sinkhorn.
+        last: see sinkhorn.
+        epsilon: added to the mean square.
+        mhc_epsilon: added to h_pre, and in sinkhorn.
+        transposed: the last S*S columns of phi give the transpose of h_res.
+        through: False: return x itself, whose gradient the framework then adds, to the same bits.
+        impl: see diptych.plans.model.implementation.
+
+    Returns:
+        aggregated [B, T, D], h_post [B, T, S], h_res [B, T, S, S], x [B, T, S, D].
+
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
+
+    Reference: mHC, eqs. 3-8.
+    """
+    options: dict[str, Any] = dict(
+        iterations=iterations, last=last, epsilon=epsilon, mhc_epsilon=mhc_epsilon, transposed=transposed
+    )
+    kernels = kernel_backend(impl, x)
+    if kernels is None:
+        h_pre, h_post, h_res = compute_mappings(x, phi, alpha, bias, **options, impl=impl)
+        return aggregate(x, h_pre, impl), h_post, h_res, x
+    operations.check_iterations(iterations, last)
+    parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
+    operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon)
+    aggregated, h_post, h_res, x = kernels.read_streams(x, phi, alpha, bias, **options, through=through)
+    return name_value(aggregated, "aggregated"), name_value(h_post, "h_post"), name_value(h_res, "h_res"), x
 
 
 def apply_h_res(
@@ -481,16 +442,24 @@ class HyperConnectionModule(nnx.Module):
         """
         if kernel_backend(self.config.impl, hidden_states) is None:
             return self(hidden_states, hidden_states)
-        h_pre, h_post, h_res = self.compute_mappings(hidden_states)
-        return self.aggregate(hidden_states, h_pre), DeferredMix(h_res, hidden_states), h_post
+        aggregated, h_post, h_res, residual = read_streams(
+            hidden_states, *self._mapping_parameters, **self._mapping_options
+        )
+        return aggregated, DeferredMix(h_res, residual), h_post
 
     def compute_mappings(self, x: Float[Array, "b t s d"]) -> tuple[Array, Array, Array]:
         """Return h_pre [B, T, S], h_post [B, T, S] and h_res [B, T, S, S] of the streams x [B, T, S, D]."""
-        return compute_mappings(
-            x,
-            self.phi[...],
-            self.alpha[...],
-            self.bias[...],
+        return compute_mappings(x, *self._mapping_parameters, **self._mapping_options)
+
+    @property
+    def _mapping_parameters(self) -> tuple[Array, Array, Array]:
+        """The parameters of compute_mappings."""
+        return self.phi[...], self.alpha[...], self.bias[...]
+
+    @property
+    def _mapping_options(self) -> dict[str, Any]:
+        """The settings of compute_mappings."""
+        return dict(
             iterations=self.config.sinkhorn_iterations,
             last=self.config.sinkhorn_last,
             epsilon=self.config.layernorm_epsilon,

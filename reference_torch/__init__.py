@@ -8,7 +8,7 @@ _MODULES = {
     "TransformerBlock": "transformer",
     "TransformerLayer": "transformer",
     "HyperConnectionModule": "hyper_connections",
-    "sinkhorn": "hyper_connections",
+    "sinkhorn": "doubly_stochastic",
     "Trainer": "train",
     "recompute_modules": "recompute",
     "add_hyper_connections": "added_connections",

@@ -10,14 +10,14 @@ For residual streams x [B, T, S, D], with r = 1 / rms of the S*D elements of a t
 
 A product of doubly stochastic matrices is doubly stochastic, and such matrices do not amplify. So a deep product of
 h_res neither explodes nor vanishes. Coefficients are float32 for every type of x (float64 for float64). The token axis
-is the innermost of all S x S arrays, which makes each of the 2 * iterations normalisations one vectorised pass. The
-streams are mixed by batched matrix products, which read the streams once.
+is the innermost of all S x S arrays (doubly_stochastic.py). The streams are mixed by batched matrix products, which
+read the streams once.
 
 Reference: mHC, arXiv 2512.24880, eqs. 3-9. Layout is batch first, [B, T, S, D].
 """
 
-from collections import deque
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -25,93 +25,12 @@ from torch import Tensor, nn
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model import operations
-from diptych.plans.model.parameters import SINKHORN_FLOOR, hyper_connection_head_spec, hyper_connection_spec
+from diptych.plans.model.parameters import hyper_connection_head_spec, hyper_connection_spec
 from reference_torch.autograd import as_one_operation
+from reference_torch.doubly_stochastic import sinkhorn
 from reference_torch.operands import at_least_float32, given_operand, operand
 from reference_torch.ops import DropoutState, add_bias, check_state, dropout, kernel_backend, parameter
 from reference_torch.recompute import MHCBlockRecomputeManager, name_value
-
-
-@as_one_operation
-def sinkhorn(
-    logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto", epsilon: float = 0.0
-) -> Float[Tensor, "*b s s"]:
-    """Return doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
-
-    Only the logits are saved for backward, which recomputes the iterates and differentiates each normalisation.
-
-    Args:
-        logits: computed in float32 if their type is narrower. [..., S, S]
-        iterations: pairs of normalisations, >= 1.
-        last: ``"row"`` (as in the paper: columns first, row sums are exact) or ``"column"``.
-        impl: see diptych.plans.model.implementation.
-        epsilon: added to the first normalisation, and to the sums of the others.
-
-    Returns:
-        Matrices in the type of logits. [..., S, S]
-
-    Raises:
-        ValueError: an argument has a wrong shape, type or value.
-
-    Reference: mHC, eq. 9. The first normalisation is a softmax with a floor of 1e-30; entries below the floor are
-    constants. With the floor no later sum is 0, so no epsilon is needed and the last normalisation is exact. With an
-    epsilon there is no floor, and the sums are only nearly 1 (DeepSeek-V4: 1e-6).
-    """
-    operations.check_iterations(iterations, last)
-    operations.check_epsilon(epsilon)
-    operations.check_matrices(operand("logits", logits))
-    if kernels := kernel_backend(impl, logits):
-        return kernels.sinkhorn(logits, iterations, last, epsilon)
-    tokens_innermost = at_least_float32(logits).movedim((-2, -1), (0, 1))
-    first_axis = 0 if last == "row" else 1  # a sum over axis 0, the row index, normalises columns
-    matrices = _Sinkhorn.apply(tokens_innermost, iterations, first_axis, epsilon)
-    return matrices.movedim((0, 1), (-2, -1)).to(logits.dtype)
-
-
-class _Sinkhorn(torch.autograd.Function):
-    """Sinkhorn on logits [S, S, ...], which saves only the logits; backward recomputes the iterates."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(logits, iterations, first_axis, epsilon):  # [S, S, ...]
-        matrix, _ = deque(_iterates(logits, iterations, first_axis, epsilon), maxlen=1).pop()
-        return matrix
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        logits, ctx.iterations, ctx.first_axis, ctx.epsilon = inputs
-        ctx.save_for_backward(logits)
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (logits,) = ctx.saved_tensors
-        iterates = list(_iterates(logits, ctx.iterations, ctx.first_axis, ctx.epsilon))
-        axis = 1 - ctx.first_axis
-        grad = grad.contiguous()  # otherwise results take its layout, in which sums over four elements are slow
-        for matrix, total in reversed(iterates[1:]):
-            grad = (grad - (grad * matrix).sum(axis, keepdim=True)) / total
-            axis = 1 - axis
-        softmax, _ = iterates[0]
-        if ctx.epsilon:
-            softmax = logits.softmax(axis)
-        else:
-            grad = grad.where(softmax > SINKHORN_FLOOR, 0.0)
-        return softmax * (grad - (grad * softmax).sum(axis, keepdim=True)), None, None, None
-
-
-def _iterates(logits: Tensor, iterations: int, first_axis: int, epsilon: float):
-    """Yield each normalised matrix and the sums that it was divided by (None for the softmax)."""
-    axis = first_axis
-    softmax = logits.softmax(axis)
-    matrix = softmax + epsilon if epsilon else softmax.clamp(min=SINKHORN_FLOOR)
-    yield matrix, None
-    for _ in range(2 * iterations - 1):
-        axis = 1 - axis
-        total = matrix.sum(axis, keepdim=True)
-        total = total + epsilon if epsilon else total
-        matrix = matrix / total
-        yield matrix, total
 
 
 @as_one_operation
@@ -277,6 +196,61 @@ def aggregate(x: Float[Tensor, "b t s d"], h_pre: Float[Tensor, "b t s"], impl: 
 
 
 @as_one_operation
+def read_streams(
+    x: Float[Tensor, "b t s d"],
+    phi: Float[Tensor, "sd c"],
+    alpha: Float[Tensor, "3"],
+    bias: Float[Tensor, " c"],
+    *,
+    iterations: int = 20,
+    last: str = "row",
+    epsilon: float = 1e-5,
+    mhc_epsilon: float = 0.0,
+    transposed: bool = False,
+    through: bool = True,
+    impl: str = "auto",
+) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "b t s"], Float[Tensor, "b t s s"], Float[Tensor, "b t s d"]]:
+    """Return the input of a sublayer, h_post and h_res for write_streams, and x as its residual.
+
+    With Triton kernels, the gradient of x is written once if write_streams gets the returned x. The results are those
+    of compute_mappings and aggregate. The returned x shares the memory of x and must not be changed in place.
+
+    Args:
+        x: residual streams. [B, T, S, D]
+        phi: see compute_mappings, as for the other arguments.
+        alpha: gains of h_pre, h_post, h_res. [3]
+        bias: bias of the projection. [2*S + S*S]
+        iterations: see sinkhorn.
+        last: see sinkhorn.
+        epsilon: added to the mean square.
+        mhc_epsilon: added to h_pre, and in sinkhorn.
+        transposed: the last S*S columns of phi give the transpose of h_res.
+        through: False: return x itself, whose gradient the framework then adds, to the same bits.
+        impl: see diptych.plans.model.implementation.
+
+    Returns:
+        aggregated [B, T, D], h_post [B, T, S], h_res [B, T, S, S], x [B, T, S, D].
+
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
+
+    Reference: mHC, eqs. 3-8.
+    """
+    options: dict[str, Any] = dict(
+        iterations=iterations, last=last, epsilon=epsilon, mhc_epsilon=mhc_epsilon, transposed=transposed
+    )
+    kernels = kernel_backend(impl, x)
+    if kernels is None:
+        h_pre, h_post, h_res = compute_mappings(x, phi, alpha, bias, **options, impl=impl)
+        return aggregate(x, h_pre, impl), h_post, h_res, x
+    operations.check_iterations(iterations, last)
+    parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
+    operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon)
+    aggregated, h_post, h_res, x = kernels.read_streams(x, phi, alpha, bias, **options, through=through)
+    return name_value(aggregated, "aggregated"), name_value(h_post, "h_post"), name_value(h_res, "h_res"), x
+
+
+@as_one_operation
 def apply_h_res(
     h_res: Float[Tensor, "b t s s"], residual: Float[Tensor, "b t s d"], impl: str = "auto"
 ) -> Float[Tensor, "b t s d"]:
@@ -432,12 +406,14 @@ class HyperConnectionModule(nn.Module):
         self,
         hidden_states: Float[Tensor, "b t s d"],
         mhc_recompute_manager: MHCBlockRecomputeManager | None = None,
+        through: bool = True,
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "b t s d"] | DeferredMix, Float[Tensor, "b t s"]]:
         """Run forward with hidden_states as the residual; with kernels, defer mixing to write_streams.
 
         Args:
             hidden_states: residual streams. [B, T, S, D]
             mhc_recompute_manager: see forward.
+            through: see read_streams; False if recompute drops hidden_states, which it cannot while a view exists.
 
         Returns:
             aggregated [B, T, D], mixed [B, T, S, D] or a DeferredMix, h_post [B, T, S].
@@ -445,23 +421,29 @@ class HyperConnectionModule(nn.Module):
         if kernel_backend(self.config.impl, hidden_states) is None:
             return self(hidden_states, hidden_states, mhc_recompute_manager=mhc_recompute_manager)
         if mhc_recompute_manager is None:
-            aggregated, h_res, h_post = self._aggregate_mappings(hidden_states)
-        else:
-            aggregated, h_res, h_post = mhc_recompute_manager.checkpoint(self._aggregate_mappings, hidden_states)
+            read = partial(read_streams, through=through, **self._mapping_options)
+            aggregated, h_post, h_res, residual = read(hidden_states, *self._mapping_parameters)
+            return aggregated, DeferredMix(h_res, residual), h_post
+        aggregated, h_post, h_res = mhc_recompute_manager.checkpoint(self._aggregate_mappings, hidden_states)
         return aggregated, DeferredMix(h_res, hidden_states), h_post
 
     def _aggregate_mappings(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return aggregated [B, T, D], h_res [B, T, S, S] and h_post [B, T, S] of the streams x [B, T, S, D]."""
-        h_pre, h_post, h_res = self.compute_mappings(x)
-        return self.aggregate(x, h_pre), h_res, h_post
+        """Return aggregated [B, T, D], h_post [B, T, S] and h_res [B, T, S, S] of the streams x [B, T, S, D]."""
+        return read_streams(x, *self._mapping_parameters, **self._mapping_options, through=False)[:3]
 
     def compute_mappings(self, x: Float[Tensor, "b t s d"]) -> tuple[Tensor, Tensor, Tensor]:
         """Return h_pre [B, T, S], h_post [B, T, S] and h_res [B, T, S, S] of the streams x [B, T, S, D]."""
-        return compute_mappings(
-            x,
-            self.phi,
-            self.alpha,
-            self.bias,
+        return compute_mappings(x, *self._mapping_parameters, **self._mapping_options)
+
+    @property
+    def _mapping_parameters(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The parameters of compute_mappings."""
+        return self.phi, self.alpha, self.bias
+
+    @property
+    def _mapping_options(self) -> dict[str, Any]:
+        """The settings of compute_mappings."""
+        return dict(
             iterations=self.config.sinkhorn_iterations,
             last=self.config.sinkhorn_last,
             epsilon=self.config.layernorm_epsilon,

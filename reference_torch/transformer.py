@@ -140,7 +140,8 @@ class TransformerLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | DeferredMix, Tensor | None]:
         """Return a sublayer's input, the residual that its output is added to, and h_post (None: all weights are 1)."""
         if connection is not None:
-            return connection.read(hidden_states, recompute.manager_of("aggregated"))
+            through = "residual_streams" not in recompute.dropped
+            return connection.read(hidden_states, recompute.manager_of("aggregated"), through)
         if hidden_states.dim() == 4:
             streams = self.config.num_residual_streams
             mean = recompute("aggregated", HyperConnectionModule.output_contract, hidden_states, streams)

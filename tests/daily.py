@@ -4,11 +4,12 @@ make test: a fuzzer, another test or other parameters see the same. A number n: 
 those that are not marked slow, in the order of collection. Choose one that shares no factor with the lengths of the
 parameters. 0: none runs.
 
-make test-all runs these whole, except slow tests of many parameters: each day has one half or one third of those
+make test-all runs these whole, except slow tests of many parameters: each day has one half to one fourth of those
 (SERIES), and another part of the longest (PARTS).
 """
 
 import os
+import random
 from collections import Counter
 from datetime import date
 
@@ -177,52 +178,71 @@ EVERY = {
 """Number by test."""
 
 PARTS = {
-    "tests/fuzz/test_fuzzers.py::test_a_hundred_programs": 4,
-    "tests/composition_jax_cases.py::test_what_must_be_accepted": 6,
-    "tests/context/jax_cases.py::test_c11_c12_a_hybrid_model_over_ranks": 3,
-    "tests/context/test_training.py::test_c11_c12_jax_trains_as_pytorch_in_one_process": 3,
-    "tests/context/test_training.py::test_c11_c12_torch_trains_as_one_process": 3,
-    "tests/context/test_wavefront.py::test_kernels_need_nothing_else": 2,
-    "tests/context/wavefront_jax_cases.py::test_a_hybrid_model_over_ranks": 2,
-    "tests/distributed_optimizer/test_plan.py::test_s2_moments_and_messages_are_the_predicted_ones": 2,
-    "tests/distributed_optimizer/test_training.py::test_s2_jax_trains_as_with_a_whole_optimizer": 3,
-    "tests/distributed_optimizer/test_training.py::test_s2_torch_trains_as_with_a_whole_optimizer": 3,
-    "tests/docs/test_commands.py::test_benchmarks_run_when_made_small": 3,
-    "tests/docs/test_commands.py::test_training_runs_when_made_small": 3,
-    "tests/docs/test_notebooks.py::test_notebook_runs": 3,
-    "tests/everywhere/support_cases_jax.py::test_a_cell": 3,
-    "tests/everywhere/test_pipelines.py::test_four_ranks": 2,
-    "tests/everywhere/test_support_matrix.py::test_a_cell": 3,
+    "tests/fuzz/test_fuzzers.py::test_a_hundred_programs": 6,
+    "tests/composition_jax_cases.py::test_what_must_be_accepted": 9,
+    "tests/context/jax_cases.py::test_c11_c12_a_hybrid_model_over_ranks": 5,
+    "tests/context/test_training.py::test_c11_c12_jax_trains_as_pytorch_in_one_process": 5,
+    "tests/context/test_training.py::test_c11_c12_torch_trains_as_one_process": 5,
+    "tests/context/test_wavefront.py::test_kernels_need_nothing_else": 3,
+    "tests/context/wavefront_jax_cases.py::test_a_hybrid_model_over_ranks": 3,
+    "tests/distributed_optimizer/test_plan.py::test_s2_moments_and_messages_are_the_predicted_ones": 3,
+    "tests/distributed_optimizer/test_training.py::test_s2_jax_trains_as_with_a_whole_optimizer": 5,
+    "tests/distributed_optimizer/test_training.py::test_s2_torch_trains_as_with_a_whole_optimizer": 5,
+    "tests/docs/test_commands.py::test_benchmarks_run_when_made_small": 5,
+    "tests/docs/test_commands.py::test_training_runs_when_made_small": 5,
+    "tests/docs/test_notebooks.py::test_notebook_runs": 5,
+    "tests/everywhere/support_cases_jax.py::test_a_cell": 5,
+    "tests/everywhere/test_pipelines.py::test_four_ranks": 3,
+    "tests/everywhere/test_support_matrix.py::test_a_cell": 5,
     "tests/faults/test_fault_injection.py::test_every_case_is_as_expected": 2,
-    "tests/kernels/test_kernels.py::test_kernels_are_as_exact_as_their_type_allows": 2,
-    "tests/offload/jax_cases.py::test_gradients_are_those_without_offload_in_more_ways": 4,
-    "tests/offload/jax_cases.py::test_training_is_that_without_offload": 3,
-    "tests/offload/test_jax.py::test_activations_move_as_the_plan_says": 3,
-    "tests/offload/test_jax.py::test_gradients_are_those_without_offload_of_activations": 2,
-    "tests/offload/test_jax_training.py::test_gradients_are_those_without_offload": 2,
-    "tests/offload/test_jax_training.py::test_training_is_that_without_offload": 2,
-    "tests/docs/test_programs.py::test_programs_run_and_print_what_is_shown": 2,
-    "tests/offload/test_training.py::test_o11_training_with_recompute_and_microbatches": 3,
-    "tests/parity/test_mutations.py::test_a_bug_is_located": 3,
-    "tests/parity/test_functions.py::test_a_hundred_ulps_in_any_operation_are_detected": 2,
-    "tests/parity/test_functions.py::test_correct_programs_raise_no_alarm": 2,
-    "tests/pipeline/jax_cases/gradients.py::test_any_schedule_over_any_split_computes_what_one_device_does": 6,
-    "tests/parity/test_pairs.py::test_the_verdicts_of_all_pairs": 2,
-    "tests/pipeline/jax_cases/gradients.py::test_equals_the_undivided_model_in_more_ways": 5,
-    "tests/pipeline/test_split_found.py::test_what_stages_cannot_know_is_refused_by_name": 2,
-    "tests/planner/test_memory.py::test_every_kind_of_layer_type_and_mode_within_two_percent": 4,
-    "tests/planner/test_memory.py::test_offloaded_activations_within_two_percent": 2,
-    "tests/planner/test_memory.py::test_prediction_within_two_percent": 2,
-    "tests/planner/test_memory.py::test_values_saved_in_8_bits_within_two_percent": 3,
-    "tests/planner/test_rank_peaks.py::test_the_peak_of_a_rank_is_predicted_but_for_messages": 2,
-    "tests/saving/test_runs.py::test_killed_fifteen_times_resumes_and_ends_the_same": 2,
-    "tests/tensor_parallel/test_training.py::test_s1_jax_trains_as_pytorch_in_one_process": 3,
-    "tests/tensor_parallel/test_training.py::test_s1_torch_trains_as_one_process": 2,
-    "tests/test_composition.py::test_kernels_learn_as_plain": 3,
+    "tests/kernels/test_kernels.py::test_kernels_are_as_exact_as_their_type_allows": 3,
+    "tests/offload/jax_cases.py::test_gradients_are_those_without_offload_in_more_ways": 6,
+    "tests/offload/jax_cases.py::test_training_is_that_without_offload": 5,
+    "tests/offload/test_jax.py::test_activations_move_as_the_plan_says": 5,
+    "tests/offload/test_jax.py::test_gradients_are_those_without_offload_of_activations": 3,
+    "tests/offload/test_jax_training.py::test_gradients_are_those_without_offload": 3,
+    "tests/offload/test_jax_training.py::test_training_is_that_without_offload": 3,
+    "tests/docs/test_programs.py::test_programs_run_and_print_what_is_shown": 3,
+    "tests/offload/test_training.py::test_o11_training_with_recompute_and_microbatches": 5,
+    "tests/parity/test_mutations.py::test_a_bug_is_located": 5,
+    "tests/parity/test_functions.py::test_a_hundred_ulps_in_any_operation_are_detected": 3,
+    "tests/parity/test_functions.py::test_correct_programs_raise_no_alarm": 3,
+    "tests/pipeline/jax_cases/gradients.py::test_any_schedule_over_any_split_computes_what_one_device_does": 9,
+    "tests/parity/test_pairs.py::test_the_verdicts_of_all_pairs": 3,
+    "tests/pipeline/jax_cases/gradients.py::test_equals_the_undivided_model_in_more_ways": 8,
+    "tests/pipeline/test_split_found.py::test_what_stages_cannot_know_is_refused_by_name": 3,
+    "tests/planner/test_memory.py::test_every_kind_of_layer_type_and_mode_within_two_percent": 6,
+    "tests/planner/test_memory.py::test_offloaded_activations_within_two_percent": 3,
+    "tests/planner/test_memory.py::test_prediction_within_two_percent": 3,
+    "tests/planner/test_memory.py::test_values_saved_in_8_bits_within_two_percent": 5,
+    "tests/planner/test_rank_peaks.py::test_the_peak_of_a_rank_is_predicted_but_for_messages": 3,
+    "tests/saving/test_runs.py::test_killed_fifteen_times_resumes_and_ends_the_same": 3,
+    "tests/tensor_parallel/test_training.py::test_s1_jax_trains_as_pytorch_in_one_process": 5,
+    "tests/tensor_parallel/test_training.py::test_s1_torch_trains_as_one_process": 3,
+    "tests/test_composition.py::test_kernels_learn_as_plain": 5,
+    "tests/test_fp8.py::test_loss_curves_stay_within_the_spread_of_two_seeds": 3,
+    "tests/offload/test_jax.py::test_values_of_a_name_move": 4,
+    # Long tests without parameters, whose shorter sisters run every day.
+    "tests/offload/test_jax_training.py::test_pipelines_of_several_devices": 2,
+    "tests/pipeline/test_jax.py::test_more_pipelines_of_several_devices": 2,
+    "tests/test_composition.py::test_jax_learns_as_plain_whatever_is_asked": 2,
+    "tests/offload/test_jax_training.py::test_more_pipelines_of_several_devices": 2,
+    "tests/test_cli.py::test_interpreted_kernels_run_in_a_pipeline": 2,
+    "tests/test_machines.py::test_two_processes_of_jax_go_on_after_one_was_killed": 2,
+    "tests/test_machines.py::test_two_nodes_start_again_after_a_rank_was_killed": 2,
+    "tests/planner/test_search.py::test_a_thousand_ranks_are_searched_quickly": 2,
+    "tests/docs/test_readme.py::test_commands_run_in_order_when_made_small": 2,
+    "tests/docs/test_readme.py::test_commands_of_ranks_run_when_made_small": 2,
+    "tests/context/test_context_parallel.py::test_more_in_jax": 2,
+    "tests/context/test_wavefront.py::test_more_in_jax": 2,
+    "tests/everywhere/test_support_matrix.py::test_more_cells_of_jax": 2,
+    "tests/kernels/test_ahead.py::test_kernels_of_the_delta_rule_compile_for_every_type_and_width": 2,
+    "tests/recompute/test_recompute.py::test_gradients_do_not_change_and_agree_between_the_backends": 2,
+    "tests/context/test_isolation.py::test_more_isolation_in_jax": 2,
 }
-"""In how many parts make test-all runs a series of many long cases that see nearly the same."""
-SERIES = 4, 9
-"""Parameter sets from which on a slow test that PARTS does not name runs in two parts, and in three."""
+"""In how many parts make test-all runs a series of long cases that see nearly the same; also a single long test."""
+SERIES = 3, 6, 12
+"""Parameter sets from which on a slow test that PARTS does not name runs in two parts, in three, and in four."""
 
 VARIABLE = "DIPTYCH_TEST_PART"
 """The environment variable that chooses the part: a number, or all. make test-all takes the number of the day."""
@@ -252,9 +272,20 @@ def of_other_parts(names: list[str], part: str, are_slow: list[bool]) -> list[bo
     for test, is_slow in zip(tests, are_slow, strict=True):
         series = test, is_slow or test in PARTS
         parts = PARTS.get(test, 1 + sum(is_slow and lengths[test] >= length for length in SERIES))
-        found.append((seen[series] + int(part)) % parts != 0)
+        found.append(seen[series] % parts != _index_of(test, int(part), parts))
         seen[series] += 1
     return found
+
+
+def _index_of(test: str, number: int, parts: int) -> int:
+    """Return which of a test's parts has a number.
+
+    Each run of ``parts`` numbers from a multiple of it has each part once, in an order of its own, so that nobody who
+    tests every second day misses the same parts for ever.
+    """
+    order = list(range(parts))
+    random.Random(f"{test} {number // parts}").shuffle(order)
+    return order[number % parts]
 
 
 def left_out(names: list[str]) -> list[bool]:

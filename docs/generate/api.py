@@ -49,6 +49,7 @@ MODULES = (
     "",
     "ops",
     "modules",
+    "doubly_stochastic",
     "hyper_connections",
     "delta_rule",
     "linear_attention",

@@ -132,7 +132,7 @@ def launches_of(
     """
     recorder = Recorder(blocks)
     outputs, saved = operation.forward(recorder, static, *inputs)
-    operation.backward(recorder, static, saved, *outputs)
+    operation.backward(recorder, static, saved, *(Shape(x.shape, x.dtype) for x in outputs))
     return recorder.launches
 
 
@@ -171,12 +171,12 @@ def everything(
     write_inputs = [x, h_res, y, Shape((width,), coefficients), h_post]
     no_dropout = [None, None, None]
     sinkhorn = Sinkhorn(20, "row", epsilon=1e-5)
+    of_mappings = [x, phi, alpha, Shape((columns,), coefficients)]
     return [
-        *launches_of(
-            autodiff_rules.COMPUTE_MAPPINGS, sinkhorn, [x, phi, alpha, Shape((columns,), coefficients)], blocks
-        ),
+        *launches_of(autodiff_rules.COMPUTE_MAPPINGS, sinkhorn, of_mappings, blocks),
         *launches_of(autodiff_rules.SINKHORN, sinkhorn, [h_res], blocks),
         *launches_of(autodiff_rules.AGGREGATE, None, [x, h_post], blocks),
+        *launches_of(autodiff_rules.READ_THROUGH, sinkhorn, of_mappings, blocks),
         *launches_of(autodiff_rules.WRITE, dropout._replace(rate=0.0), [*write_inputs, *no_dropout], blocks),
         *launches_of(autodiff_rules.SWIGLU, None, [Shape((*lead, 8 * width), dtype)], blocks),
         *launches_of(autodiff_rules.GELU, None, [Shape((*lead, 4 * width), dtype)], blocks),
@@ -253,8 +253,10 @@ def production(*sizes: Any, **more: Any) -> dict[str, Recorded]:
     """
     named: dict[str, Recorded] = {}
     for entry in everything(*sizes, **more):
-        drops = dict(entry.launch.constants).get("THRESHOLD", 0)
-        named.setdefault(entry.launch.kernel + (" (dropout)" if drops else ""), entry)
+        constants = dict(entry.launch.constants)
+        is_of_read = constants.get("AGGREGATE") or constants.get("DX") is False
+        label = " (dropout)" if constants.get("THRESHOLD") else " (read)" if is_of_read else ""
+        named.setdefault(entry.launch.kernel + label, entry)
     return named
 
 

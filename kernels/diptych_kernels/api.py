@@ -64,6 +64,10 @@ class Functions(ABC):
         """Cast x to the type of residual if the framework autocasts."""
 
     @abstractmethod
+    def returns_inputs(self, x: Array) -> bool:
+        """Return whether x can be an output of an operation that has it as an input, without a copy."""
+
+    @abstractmethod
     def counter(self, step: Any, like: Array) -> Array:
         """Return the training step as an integer array [1] on the device of ``like``."""
 
@@ -153,6 +157,23 @@ class Functions(ABC):
         Raises:
             ValueError: an argument is not supported.
         """
+        static, alpha, bias = self._mappings(x, phi, alpha, bias, iterations, last, epsilon, mhc_epsilon, transposed)
+        h_pre, h_post, h_res = self.apply(autodiff_rules.COMPUTE_MAPPINGS, static, x, phi, alpha, bias)
+        return h_pre, h_post, h_res
+
+    def _mappings(
+        self,
+        x: Array,
+        phi: Array,
+        alpha: Array,
+        bias: Array,
+        iterations: int,
+        last: str,
+        epsilon: float,
+        mhc_epsilon: float,
+        transposed: bool,
+    ) -> tuple[Sinkhorn, Array, Array]:
+        """Check the arguments of compute_mappings; return the static ones, and alpha and bias in the wide type."""
         self._check(x=x, phi=phi, alpha=alpha, bias=bias)
         _check_axes("x", x, 2)
         streams, width = x.shape[-2:]
@@ -165,10 +186,52 @@ class Functions(ABC):
         _check_shape("alpha", alpha, (3,))
         _check_shape("bias", bias, (columns,))
         coefficients = wide(dtype_name(x))
-        alpha = self.cast(alpha, coefficients)
-        bias = self.cast(bias, coefficients)
-        h_pre, h_post, h_res = self.apply(autodiff_rules.COMPUTE_MAPPINGS, static, x, phi, alpha, bias)
-        return h_pre, h_post, h_res
+        return static, self.cast(alpha, coefficients), self.cast(bias, coefficients)
+
+    def read_streams(
+        self,
+        x: Array,
+        phi: Array,
+        alpha: Array,
+        bias: Array,
+        *,
+        iterations: int = 20,
+        last: str = "row",
+        epsilon: float = 1e-5,
+        mhc_epsilon: float = 0.0,
+        transposed: bool = False,
+        through: bool = True,
+    ) -> tuple[Array, Array, Array, Array]:
+        """Compute compute_mappings and aggregate, and return x for its next use.
+
+        Backward writes the gradient of x once, with the terms of the coefficients, of the aggregate and of the returned
+        x. Separate functions write three gradients, which the framework adds. The returned x shares the memory of x
+        and must not be changed in place. torch.compile adds its gradient separately.
+
+        Args:
+            x: residual streams. [..., S, D], S <= 8
+            phi: projection. [S*D, 2*S + S*S]
+            alpha: gains of h_pre, h_post and h_res. [3]
+            bias: bias of the coefficients. [2*S + S*S]
+            iterations: pairs of normalisations of Sinkhorn, >= 1.
+            last: axis of the last normalisation, ``"row"`` or ``"column"``.
+            epsilon: epsilon added to the mean square.
+            mhc_epsilon: see compute_mappings.
+            transposed: see compute_mappings.
+            through: False: the returned x is the argument, and the framework adds its gradient, to the same bits.
+
+        Returns:
+            The aggregate [..., D], h_post [..., S], h_res [..., S, S] and x [..., S, D].
+
+        Raises:
+            ValueError: an argument is not supported.
+        """
+        static, alpha, bias = self._mappings(x, phi, alpha, bias, iterations, last, epsilon, mhc_epsilon, transposed)
+        if through and self.returns_inputs(x):
+            aggregated, h_post, h_res, x = self.apply(autodiff_rules.READ_THROUGH, static, x, phi, alpha, bias)
+        else:
+            aggregated, h_post, h_res = self.apply(autodiff_rules.READ, static, x, phi, alpha, bias)
+        return aggregated, h_post, h_res, x
 
     def aggregate(self, x: Array, h_pre: Array) -> Array:
         """Compute sum_s h_pre[s] x[s], the input of a sublayer.
@@ -356,7 +419,7 @@ class Functions(ABC):
             tables: chunks and sequences of the concatenated rows.
             chunk_size: tokens per chunk of the tables: 16, 32 or 64.
             scale: factor of the queries.
-            recompute: recompute in backward instead of saving the terms of chunks.
+            recompute: recompute in backward what chunks need, besides their matrices, instead of saving it.
             ranks: exchange between context-parallel ranks; None: complete sequences.
             boundary: the rank's boundary sequences, given if and only if ranks is; None: complete sequences.
 

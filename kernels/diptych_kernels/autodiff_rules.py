@@ -108,17 +108,36 @@ def _mappings_forward(backend: Backend, static: Sinkhorn, x: Array, phi: Array, 
     return outputs, (x, phi, alpha, bias, projected, r)
 
 
-def _mappings_backward(backend: Backend, static: Sinkhorn, saved: tuple, *grads: Array):
+def _mappings_backward(
+    backend: Backend,
+    static: Sinkhorn,
+    saved: tuple,
+    *grads: Array,
+    aggregate: tuple[Array, Array] | None = None,
+    through: Array | None = None,
+):
     """Compute dx, dphi, dalpha and dbias from dh_pre, dh_post and dh_res.
 
     dx = dprojected phi^T - shrink x and dphi = x^T dprojected, where shrink comes from the derivative of r. Partial
     sums of dphi, dalpha and dbias are added by column_sum in a fixed order.
+
+    Args:
+        backend: the kernel backend.
+        static: static arguments of the operation.
+        saved: result of _mappings_forward.
+        *grads: dh_pre, dh_post and dh_res.
+        aggregate: h_pre and the gradient of the weighted sum of the streams, whose gradient dx includes.
+        through: a further gradient of x, which dx includes.
     """
     x, phi, alpha, bias, projected, r = saved
     sizes = {**_mappings_sizes(static, x), "width": x.shape[-1]}
     dprojected, shrink, rows = backend(launch_configs.mappings_backward, sizes, projected, r, alpha, bias, *grads)
     narrow = backend.cast(phi, dtype_name(x))
-    dx, dphi = backend(launch_configs.project_backward, _stream_sizes(x), x, narrow, dprojected, shrink)
+    sizes = {**_stream_sizes(x), "aggregate": aggregate is not None, "through": through is not None}
+    h_pre, grad = aggregate or (dprojected, dprojected)  # a kernel needs arrays, also those that it does not read
+    through = dprojected if through is None else through
+    arrays = (x, narrow, dprojected, shrink, h_pre, grad, through)
+    dx, dphi = backend(launch_configs.project_backward, sizes, *arrays)
     dphi = column_sum(backend, dphi, dphi.shape[0], math.prod(phi.shape)).reshape(phi.shape)
     sums = column_sum(backend, rows, *rows.shape)
     return dx, backend.cast(dphi, dtype_name(phi)), sums[:3], sums[3:]
@@ -150,6 +169,39 @@ def _aggregate_backward(backend: Backend, static: None, saved: tuple, grad: Arra
     """Compute dx[s] = h_pre[s] grad and dh_pre[s] = sum_d grad[d] x[s, d]."""
     x, h_pre = saved
     return backend(launch_configs.aggregate_backward, _stream_sizes(x), x, h_pre, grad)
+
+
+def _read_forward(backend: Backend, static: Sinkhorn, x: Array, *parameters: Array):
+    """Compute sum_s h_pre[s] x[s], h_post and h_res; the parameters are phi, alpha and bias."""
+    (h_pre, h_post, h_res), saved = _mappings_forward(backend, static, x, *parameters)
+    (aggregated,) = backend(launch_configs.aggregate_forward, _stream_sizes(x), x, h_pre)
+    return (aggregated, h_post, h_res), (*saved, h_pre)
+
+
+def _read_through_forward(backend: Backend, static: Sinkhorn, x: Array, *parameters: Array):
+    """Return x as a further output: backward receives the gradient of its other uses, and adds it in its own pass."""
+    outputs, saved = _read_forward(backend, static, x, *parameters)
+    return (*outputs, x), saved
+
+
+def _read_backward(
+    backend: Backend,
+    static: Sinkhorn,
+    saved: tuple,
+    grad: Array,
+    dh_post: Array,
+    dh_res: Array,
+    through: Array | None = None,
+):
+    """Compute dx, dphi, dalpha and dbias. One kernel writes dx, with the terms of all uses of x.
+
+    ``through`` is the gradient of the returned x.
+    """
+    *of_mappings, h_pre = saved
+    sizes = {**_stream_sizes(saved[0]), "dx": False}
+    _, dh_pre = backend(launch_configs.aggregate_backward, sizes, saved[0], h_pre, grad)
+    grads = (dh_pre, dh_post, dh_res)
+    return _mappings_backward(backend, static, tuple(of_mappings), *grads, aggregate=(h_pre, grad), through=through)
 
 
 def _write_forward(backend: Backend, static: Write, *inputs: Array | None):
@@ -235,6 +287,8 @@ def _gelu_sizes(x: Array) -> dict[str, Any]:
 SINKHORN = Operation("sinkhorn", _sinkhorn_forward, _sinkhorn_backward)
 COMPUTE_MAPPINGS = Operation("compute_mappings", _mappings_forward, _mappings_backward, num_outputs=3)
 AGGREGATE = Operation("aggregate", _aggregate_forward, _aggregate_backward)
+READ = Operation("read_streams", _read_forward, _read_backward, num_outputs=3)
+READ_THROUGH = Operation("read_streams_through", _read_through_forward, _read_backward, num_outputs=4)
 WRITE = Operation("write_streams", _write_forward, _write_backward)
 SWIGLU = Operation("swiglu", _swiglu_forward, _swiglu_backward)
 GELU = Operation("gelu", _gelu_forward, _gelu_backward)

@@ -16,7 +16,8 @@ TRANSPOSED, the columns give the transpose of these logits. MHC_EPSILON is added
 and to the sums of the others; it replaces FLOOR.
 
 project_forward and project_backward read x once and compute the first two lines. mappings_forward and
-mappings_backward compute the other lines from about 200 bytes per token.
+mappings_backward compute the other lines from about 200 bytes per token. project_backward can add the other gradients
+of x, so that no sum of gradients reads and writes the streams again.
 
 Sinkhorn uses tiles [BN, SP, SP] in registers. SP is the smallest power of two >= S, and padding is 0. Its backward
 replays forward from the start for every four pairs of normalisations, beginning with the last four, and holds these in
@@ -75,12 +76,18 @@ def project_backward(
     phi_ptr,
     dprojected_ptr,
     shrink_ptr,
+    h_pre_ptr,
+    grad_ptr,
+    through_ptr,
     tokens,
     tokens_per_group,
     dx_ptr,
     dphi_ptr,
-    K: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
     C: tl.constexpr,
+    AGGREGATE: tl.constexpr,
+    THROUGH: tl.constexpr,
     PRECISION: tl.constexpr,
     CP: tl.constexpr,
     BN: tl.constexpr,
@@ -88,8 +95,11 @@ def project_backward(
 ):
     """Compute dx [N, K] = dprojected @ phi.T - shrink x, and dphi = x.T @ dprojected, [K, C] per group of tokens.
 
-    The tokens of a group are added to dphi in a fixed order, in float32 (float64 for float64). grid (K / BK, groups).
+    AGGREGATE adds h_pre [N, S] grad [N, D] to dx, the gradient of the weighted sum of the streams, and THROUGH adds
+    through [N, K]. Inputs of excluded terms are not read. The tokens of a group are added to dphi in a fixed order, in
+    float32 (float64 for float64). grid (K / BK, groups).
     """
+    K: tl.constexpr = S * D
     ACC: tl.constexpr = shrink_ptr.dtype.element_ty
     o_k = tl.program_id(0) * BK + tl.arange(0, BK)
     o_c = tl.arange(0, CP)
@@ -108,6 +118,19 @@ def project_backward(
         b_grad = tl.load(dprojected_ptr + o_n[:, None] * C + o_c[None, :], mask=m_c, other=0.0).to(b_x.dtype)
         b_shrink = tl.load(shrink_ptr + o_n, mask=m_n, other=0.0)
         b_dx = tl.dot(b_grad, b_phi, input_precision=PRECISION, out_dtype=ACC) - b_shrink[:, None] * b_x.to(ACC)
+        if AGGREGATE:
+            if D % BK == 0:  # the columns belong to one stream
+                stream = tl.program_id(0) * BK // D
+                b_h = tl.load(h_pre_ptr + o_n * S + stream, mask=m_n, other=0.0)[:, None]
+                o_d = o_k - stream * D
+            else:
+                b_h = tl.load(h_pre_ptr + o_n[:, None] * S + (o_k // D)[None, :], mask=m_x, other=0.0)
+                o_d = o_k % D
+            b_dx += b_h * tl.load(grad_ptr + o_n[:, None] * D + o_d[None, :], mask=m_x, other=0.0).to(ACC)
+        if THROUGH:  # rounded before, as if a framework added it
+            b_dx = b_dx.to(b_x.dtype).to(ACC) + tl.load(
+                through_ptr + o_n[:, None] * K + o_k[None, :], mask=m_x, other=0.0
+            ).to(ACC)
         tl.store(dx_ptr + o_n[:, None] * K + o_k[None, :], b_dx, mask=m_x)
         b_dphi = tl.dot(tl.trans(b_x), b_grad, b_dphi, input_precision=PRECISION, out_dtype=ACC)
     tl.store(dphi_ptr + group * (K * C) + o_k[:, None] * C + o_c[None, :], b_dphi, mask=m_phi)

@@ -84,6 +84,11 @@ class JaxBackend(Functions):
         del residual
         return x
 
+    def returns_inputs(self, x: Array) -> bool:
+        """Return True: outputs are values."""
+        del x
+        return True
+
     def counter(self, step: int | Array, like: Array) -> Array:
         """Return the training step as a uint32 array [1]."""
         del like
@@ -291,6 +296,7 @@ compute_mappings = _BACKEND.compute_mappings
 aggregate = _BACKEND.aggregate
 apply_h_res = _BACKEND.apply_h_res
 apply_h_post = _BACKEND.apply_h_post
+read_streams = _BACKEND.read_streams
 write_streams = _BACKEND.write_streams
 swiglu = _BACKEND.swiglu
 gelu = _BACKEND.gelu

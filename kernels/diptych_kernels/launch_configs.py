@@ -153,15 +153,16 @@ def aggregate_forward(block: Block, lead: tuple[int, ...], streams: int, width: 
     )
 
 
-def aggregate_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
-    """Configure the launch x, h_pre, grad -> dx, dh_pre."""
+def aggregate_backward(
+    block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, dx: bool = True
+) -> Launch:
+    """Configure the launch x, h_pre, grad -> dx, dh_pre; without ``dx``, dx has shape [0]."""
     tokens = math.prod(lead)
     columns = _reduction_columns(block, streams, width, dtype)
-    outputs = [((*lead, streams, width), dtype), ((*lead, streams), wide(dtype))]
+    outputs = [((*lead, streams, width) if dx else (0,), dtype), ((*lead, streams), wide(dtype))]
     grid = (math.ceil(tokens / block.rows),)
-    return launch_of(
-        "streams", aggregate_backward, block, grid, (tokens,), outputs, S=streams, D=width, BN=block.rows, BD=columns
-    )
+    constants = dict(S=streams, D=width, DX=dx, BN=block.rows, BD=columns)
+    return launch_of("streams", aggregate_backward, block, grid, (tokens,), outputs, **constants)
 
 
 class Write(NamedTuple):
@@ -241,8 +242,19 @@ def project_forward(
     return launch_of("coefficients", project_forward, block, grid, (tokens,), outputs, **constants)
 
 
-def project_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str) -> Launch:
-    """Configure the launch x, phi, dprojected, shrink -> dx, dphi by groups of tokens."""
+def project_backward(
+    block: Block,
+    lead: tuple[int, ...],
+    streams: int,
+    width: int,
+    dtype: str,
+    aggregate: bool = False,
+    through: bool = False,
+) -> Launch:
+    """Configure the launch x, phi, dprojected, shrink, h_pre, grad, through -> dx, dphi by groups of tokens.
+
+    ``aggregate`` adds h_pre grad to dx, and ``through`` adds through; see coefficients.project_backward.
+    """
     tokens = math.prod(lead)
     row = streams * width
     columns = _coefficients(streams)
@@ -250,7 +262,7 @@ def project_backward(block: Block, lead: tuple[int, ...], streams: int, width: i
     tiles = math.ceil(row / int(dot["BK"]))
     groups, per_group = groups_of(tokens, math.ceil(row / 128))
     outputs = [((*lead, streams, width), dtype), ((groups, row, columns), wide(dtype))]
-    constants = dict(K=row, C=columns, **dot)
+    constants = dict(S=streams, D=width, C=columns, AGGREGATE=aggregate, THROUGH=through, **dot)
     return launch_of(
         "coefficients", project_backward, block, (tiles, groups), (tokens, per_group), outputs, **constants
     )

@@ -21,6 +21,7 @@ OPERATIONS = (
     autodiff_rules.SINKHORN,
     autodiff_rules.COMPUTE_MAPPINGS,
     autodiff_rules.AGGREGATE,
+    autodiff_rules.READ,
     autodiff_rules.WRITE,
     autodiff_rules.SWIGLU,
     autodiff_rules.GELU,

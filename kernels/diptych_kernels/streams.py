@@ -85,10 +85,11 @@ def aggregate_backward(
     dh_pre_ptr,
     S: tl.constexpr,
     D: tl.constexpr,
+    DX: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Compute dx [N, S, D] and dh_pre [N, S] from grad [N, D]; grid (N / BN,)."""
+    """Compute dh_pre [N, S] and, if DX, dx [N, S, D] from grad [N, D]; grid (N / BN,)."""
     ACC: tl.constexpr = h_pre_ptr.dtype.element_ty
     o_n, m_n = token_block(tokens, BN)
     b_h = ()
@@ -103,7 +104,8 @@ def aggregate_backward(
         b_x = load_streams(x_ptr, o_n, o_d, mask, S, D, ACC)
         new = ()
         for s in tl.static_range(S):
-            tl.store(dx_ptr + (o_n * S + s)[:, None] * D + o_d[None, :], b_h[s] * b_grad, mask=mask)
+            if DX:
+                tl.store(dx_ptr + (o_n * S + s)[:, None] * D + o_d[None, :], b_h[s] * b_grad, mask=mask)
             new = new + (sums[s] + b_x[s] * b_grad,)
         sums = new
     for s in tl.static_range(S):

@@ -18,6 +18,8 @@ from diptych_kernels.api import DIFFERENTIATED_TWICE, Functions
 from diptych_kernels.autodiff_rules import Operation
 from diptych_kernels.launch_configs import Launch
 
+UNWRITTEN = float("nan")
+"""Value of the interpreter's outputs before a launch: elements that a kernel fails to write must be visible."""
 REMEMBERED_LAUNCHES = 4096
 """Launches whose compiled kernels are remembered, because Triton takes longer to find one than to launch it."""
 _COMPILED: dict[tuple[Launch, tuple[Any, ...]], tuple[Any, tuple[int, ...], tuple[Any, ...]]] = {}
@@ -89,6 +91,10 @@ class TorchBackend(Functions):
         """Cast x to the type of residual under autocast, which returns a sublayer's output in its own type."""
         return x.to(residual.dtype) if torch.is_autocast_enabled(residual.device.type) else x
 
+    def returns_inputs(self, x: Tensor) -> bool:
+        """Return whether x needs a gradient and is not traced: operations of torch.library may not return inputs."""
+        return x.requires_grad and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
+
     def counter(self, step: int, like: Tensor) -> Tensor:
         """Return the training step as an int64 tensor [1], by a fill on the device instead of a copy from the host."""
         return torch.full((1,), step, dtype=torch.int64, device=like.device)
@@ -150,8 +156,8 @@ def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return outputs
     from diptych_kernels.interpreter import interpret
 
-    for output in outputs:  # elements that a kernel fails to write must be visible as NaN
-        output.fill_(float("nan"))
+    for output in outputs:
+        output.fill_(UNWRITTEN)
     interpret(tuning.kernel_function(launch.kernel), launch.grid, arguments, dict(launch.constants))
     return outputs
 
@@ -213,6 +219,7 @@ compute_mappings = _BACKEND.compute_mappings
 aggregate = _BACKEND.aggregate
 apply_h_res = _BACKEND.apply_h_res
 apply_h_post = _BACKEND.apply_h_post
+read_streams = _BACKEND.read_streams
 write_streams = _BACKEND.write_streams
 swiglu = _BACKEND.swiglu
 gelu = _BACKEND.gelu

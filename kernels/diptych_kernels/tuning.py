@@ -123,7 +123,13 @@ def _key(launch: Launch, device: str) -> str:
     """Return the key of a launch in the cache file."""
     import triton
 
-    return json.dumps([device, triton.__version__, *launch.compiled_as, launch.tuned_for])
+    return json.dumps([device, triton.__version__, _source_of(launch.kernel), *launch.compiled_as, launch.tuned_for])
+
+
+@cache
+def _source_of(kernel: str) -> str:
+    """Return a digest of a kernel and of the functions that it calls, because other code has another fastest block."""
+    return kernel_function(kernel).cache_key[:16]
 
 
 def _path() -> Path | None:

@@ -73,6 +73,12 @@ CASES = {
         lambda lead, s, d: [(*lead, s, d), (*lead, s)],
         1,
     ),
+    "read_streams": Case(
+        lambda k, b: k.read_streams,
+        lambda r, o, b: partial(r.read_streams, **R),
+        lambda lead, s, d: [(*lead, s, d), (s * d, s * (s + 2)), (3,), (s * (s + 2),)],
+        2,
+    ),
     "apply_h_res": Case(
         lambda k, b: lambda x, h: k.apply_h_res(h, x),
         lambda r, o, b: lambda x, h: r.apply_h_res(h, x, **R),

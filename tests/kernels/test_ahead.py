@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych_kernels import aot as ahead
-from diptych_kernels.launch_configs import CANDIDATES
+from diptych_kernels import autodiff_rules
+from diptych_kernels.launch_configs import CANDIDATES, Sinkhorn
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 
@@ -140,9 +141,9 @@ def test_flops_and_bytes_of_the_delta_rule_are_those_of_the_design():
     """182 kFLOP and 1284 bytes a token and head are the least for KDA's forward at K = V = 128, C = 64."""
     forward = [r for r in ahead.delta_rule(True, parts=1) if "gradients" not in r.launch.kernel][:4]
     assert [r.launch.kernel.rsplit(".", 1)[1] for r in forward] == [
-        "decayed",
         "products_by_channel",
         "solve",
+        "decayed",
         "scan_forward",
     ]
     count = 8192 * 32
@@ -162,8 +163,20 @@ def test_ideal_bytes_are_those_of_the_design():
         "streams.write_forward": 2 * (2 * s + 1) * d + 80,
         "streams.write_backward": 2 * (3 * s + 2) * d + 160,
         "coefficients.project_backward": 4 * s * d + 100,
+        "streams.aggregate_backward (read)": 2 * (s + 1) * d + 32,
+        "coefficients.project_backward (read)": 2 * (3 * s + 1) * d + 116,
     }
     assert {name: PRODUCTION[name].ideal_bytes(8192) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("operation", "width"), [("READ", 4096), ("READ_THROUGH", 100)])
+def test_the_sum_of_gradients_compiles_with_and_without_that_of_the_write(operation, width):
+    """Widths that are no multiple of a tile have another branch."""
+    shapes = [((8192, 4, width), "bfloat16"), ((4 * width, 24), "float32"), ((3,), "float32"), ((24,), "float32")]
+    inputs = [ahead.Shape(*shape) for shape in shapes]
+    launches = ahead.launches_of(getattr(autodiff_rules, operation), Sinkhorn(20, "row", epsilon=1e-5), inputs)
+    (entry,) = (entry for entry in launches if entry.launch.kernel == "coefficients.project_backward")
+    assert ahead.resources(entry, 90).spilled == 0
 
 
 # Offsets.
@@ -177,6 +190,7 @@ TOKEN_SIZED = {
     "grad_ptr",
     "h_res_ptr",
     "dh_res_ptr",
+    "through_ptr",
     "projected_ptr",
     "dprojected_ptr",
     "logits_ptr",
@@ -246,6 +260,8 @@ def test_programs_cover_every_row_and_column(tokens, streams, width, dtype, bloc
         tile = next((constants[c] for c in ("BD", "BK", "BF", "BW") if c in constants), None)
         for size in ("BN", "BR", "BD", "BK", "BF", "BW", "SP", "CP"):
             assert constants.get(size, 1) & (constants.get(size, 1) - 1) == 0, f"{name}: {size} is no power of two"
+        if "project_backward" in name:
+            columns *= constants["S"]
         if "column_sum" in name or "project_backward" in name:
             rows, per_group = made.scalars
             assert made.grid[1] * per_group >= rows

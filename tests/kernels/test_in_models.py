@@ -50,10 +50,24 @@ WRAPPED = {
 }
 
 
+def read_and_written(x, h_pre):
+    parameters = jnp.asarray(normal(2, 32, 24)) / 6, jnp.ones(3), jnp.zeros(24)
+    aggregated, h_post, h_res, residual = jax_ops.read_streams(x, *parameters)
+    return jnp.sum(jnp.sin(jax_ops.write_streams(residual, h_res, aggregated, None, h_post * h_pre)))
+
+
+def separately(x, h_pre):
+    parameters = jnp.asarray(normal(2, 32, 24)) / 6, jnp.ones(3), jnp.zeros(24)
+    weights, h_post, h_res = jax_ops.compute_mappings(x, *parameters)
+    aggregated = jax_ops.aggregate(x, weights)
+    return jnp.sum(jnp.sin(jax_ops.write_streams(x, h_res, aggregated, None, h_post * h_pre)))
+
+
 @pytest.mark.parametrize("wrapping", WRAPPED)
-def test_jax_transforms(wrapping):
+@pytest.mark.parametrize("losses", [(loss_of, reference_loss), (read_and_written, separately)], ids=["sum", "read"])
+def test_jax_transforms(wrapping, losses):
     x, h_pre = jnp.asarray(normal(0, 2, 3, 4, 8)), jnp.asarray(normal(1, 2, 3, 4))
-    ours, expected = (WRAPPED[wrapping](loss)(x, h_pre) for loss in (loss_of, reference_loss))
+    ours, expected = (WRAPPED[wrapping](loss)(x, h_pre) for loss in losses)
     assert_close(ours, expected, 1e-14)
 
 
@@ -111,6 +125,23 @@ def test_models_of_kernels_equal_the_reference(backend, recompute):
     expected_logits, expected = run(backend, replace(config, impl="reference"))
     assert_close([logits], [expected_logits], 1e-13)
     assert_close([gradients[n] for n in expected], list(expected.values()), 1e-12)
+
+
+def test_recompute_changes_no_bit_and_one_kernel_writes_the_gradient_of_the_streams(monkeypatch):
+    launched = []
+    run = torch_ops.run
+    monkeypatch.setattr(torch_ops, "run", lambda launch, inputs: launched.append(launch) or run(launch, inputs))
+    tokens, cotangent = np.random.default_rng(0).integers(0, 13, (2, 5)), normal(1, 2, 5, 13)
+    results = []
+    for recompute in ({}, RECOMPUTED):
+        launched.clear()
+        config = replace(MODEL, impl="triton", **recompute)
+        results.append(model_gradients("torch", config, tokens=tokens, cotangent=cotangent, step=3))
+        sums = [dict(launch.constants) for launch in launched if launch.kernel == "coefficients.project_backward"]
+        assert [(made["AGGREGATE"], made["THROUGH"]) for made in sums] == [(True, not recompute)] * 2 * MODEL.num_layers
+    (logits, gradients), (other_logits, others) = results
+    assert np.array_equal(logits, other_logits)
+    assert {name for name in gradients if not np.array_equal(gradients[name], others[name])} == set()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

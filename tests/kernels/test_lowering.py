@@ -35,7 +35,9 @@ def everything(x, phi, alpha, bias, y, width_bias, low, high, step):
         both = jnp.concatenate([jax_ops.aggregate(x, h_pre), y], -1)
         out = jax_ops.swiglu(both) + jax_ops.gelu(y)
         state = DropoutState(7, step, low, high)
-        mixed = jax_ops.write_streams(x, jax_ops.sinkhorn(h_res), out, width_bias, h_post, 0.1, state, 3)
+        aggregated, _, _, residual = jax_ops.read_streams(x, phi, alpha, bias)
+        h_res = jax_ops.sinkhorn(h_res)
+        mixed = jax_ops.write_streams(residual, h_res, out + aggregated, width_bias, h_post, 0.1, state, 3)
         return jnp.sum(jax_ops.write_streams(mixed, None, out, None, h_post).astype(jnp.float32) ** 2)
 
     return jax.grad(loss, argnums=range(6))(x, phi, alpha, bias, y, width_bias)

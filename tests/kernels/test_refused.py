@@ -30,6 +30,10 @@ REFUSED = {
         lambda: torch_ops.compute_mappings(X, torch.zeros(32, 23), torch.zeros(3), torch.zeros(24)),
         r"phi: expected shape \(32, 24\), got \(32, 23\)",
     ),
+    "alpha of a read": (
+        lambda: torch_ops.read_streams(X, torch.zeros(32, 24), torch.zeros(2), torch.zeros(24)),
+        r"alpha: expected shape \(3,\), got \(2,\)",
+    ),
     "square": (
         lambda: torch_ops.sinkhorn(torch.zeros(2, 3, 4)),
         r"logits: expected shape \(2, 3, 3\), got \(2, 3, 4\)",

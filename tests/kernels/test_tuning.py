@@ -213,7 +213,9 @@ def test_every_candidate_computes_the_same():
             leaves = [a.clone().requires_grad_() for a in arguments]
             outputs = torch_ops.compute_mappings(*leaves)
             read = torch_ops.aggregate(leaves[0], outputs[0])
+            aggregated, h_post, h_res, residual = torch_ops.read_streams(*leaves)
             out = torch_ops.write_streams(leaves[0], outputs[2], read, None, outputs[1])
+            out = out + torch_ops.write_streams(residual, h_res, aggregated, None, h_post)
             results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out).cumsum(-1))])
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
@@ -248,6 +250,7 @@ def test_benchmark_has_a_row_a_kernel_and_backend(capsys):
         "compute_mappings",
         "aggregate",
         "write_streams",
+        "read_streams and write_streams",
         "swiglu",
     }
     assert content["liger_kernel"] == "absent"

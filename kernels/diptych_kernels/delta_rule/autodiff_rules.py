@@ -6,7 +6,8 @@ and gradients.py.
 - Forward computes the products of each chunk's tokens, solves the triangular systems, and scans over the chunks. w and
   u of the reference implementation are not stored.
 - Backward repeats the scan and stores the initial states and errors of the chunks, unless forward has saved them. It
-  then scans in reverse, and computes the gradients of all chunks in parallel.
+  then scans in reverse, and computes the gradients of all chunks in parallel. The matrices of chunks (Matrices) are
+  always saved.
 
 With context parallelism, a rank's first and last sequence may continue on other ranks. A sequence's part on one rank
 maps the state before it to the state after it,
@@ -82,7 +83,7 @@ class DeltaRule(NamedTuple):
         per_channel: True for one decay per channel of the keys, False for one per head.
         scale: factor of the queries.
         chunk_size: tokens of a chunk; 16, 32 or 64. C
-        recompute: compute the terms of chunks again in backward instead of saving them.
+        recompute: compute decayed queries and keys, states and errors again in backward instead of saving them.
         parts: number of parts per sequence that are scanned in parallel; 1 for none.
         ranks: exchange between context-parallel ranks; None if all sequences are complete.
     """
@@ -95,6 +96,14 @@ class DeltaRule(NamedTuple):
     ranks: Ranks | None = None
 
 
+class Matrices(NamedTuple):
+    """Matrices [NC, HV, C, C] of the chunks, which products.py defines."""
+
+    a_qk: Array
+    a_kk: Array
+    inverse: Array
+
+
 class Terms(NamedTuple):
     """Terms of the chunks that the scans read; products.py defines them.
 
@@ -105,9 +114,7 @@ class Terms(NamedTuple):
     k_in: Array
     k_out: Array
     decay: Array
-    a_qk: Array
-    a_kk: Array
-    inverse: Array
+    matrices: Matrices
 
 
 class Inputs(NamedTuple):
@@ -173,25 +180,25 @@ class BoundarySequences(NamedTuple):
 
 NUM_INPUTS = len(Inputs._fields)
 NUM_BOUNDARY = len(BoundarySequences._fields)
+NUM_MATRICES = len(Matrices._fields)
 
 
-def chunk_terms(backend: Backend, static: DeltaRule, inputs: Inputs) -> Terms:
-    """Compute the terms of all chunks."""
-    q = inputs.q
-    k = inputs.k
-    g = inputs.g
+def chunk_matrices(backend: Backend, static: DeltaRule, inputs: Inputs) -> Matrices:
+    """Compute the matrices of all chunks."""
     sizes = inputs.sizes(static)
-    if static.per_channel:
-        q_in, k_in, k_out, decay = backend(launch_configs.decayed, sizes, q, k, g, inputs.chunks)
-        a_qk, a_kk = backend(launch_configs.products_by_channel, sizes, q, k, g, inputs.chunks)
-    else:
-        q_in = q
-        k_in = k
-        k_out = k
-        decay = g
-        a_qk, a_kk = backend(launch_configs.products_by_head, sizes, q, k, g, inputs.chunks)
+    products = launch_configs.products_by_channel if static.per_channel else launch_configs.products_by_head
+    a_qk, a_kk = backend(products, sizes, inputs.q, inputs.k, inputs.g, inputs.chunks)
     (inverse,) = backend(launch_configs.solve, sizes, a_kk, inputs.beta, inputs.chunks)
-    return Terms(q_in, k_in, k_out, decay, a_qk, a_kk, inverse)
+    return Matrices(a_qk, a_kk, inverse)
+
+
+def chunk_terms(backend: Backend, static: DeltaRule, inputs: Inputs, matrices: Matrices) -> Terms:
+    """Compute the terms of all chunks from their matrices."""
+    q, k, g = inputs.q, inputs.k, inputs.g
+    if not static.per_channel:
+        return Terms(q, k, k, g, matrices)
+    q_in, k_in, k_out, decay = backend(launch_configs.decayed, inputs.sizes(static), q, k, g, inputs.chunks)
+    return Terms(q_in, k_in, k_out, decay, matrices)
 
 
 def _scan_forward(
@@ -202,7 +209,8 @@ def _scan_forward(
     Returns:
         o, starts, errors and final; the flags of launch_configs.scan_forward exclude some of them.
     """
-    arrays = (terms.q_in, terms.k_in, terms.k_out, inputs.v, terms.decay, inputs.beta, terms.a_qk, terms.inverse)
+    q_in, k_in, k_out, decay, (a_qk, _, inverse) = terms
+    arrays = (q_in, k_in, k_out, inputs.v, decay, inputs.beta, a_qk, inverse)
     sizes = inputs.sizes(static) | flags
     return backend(launch_configs.scan_forward, sizes, *arrays, inputs.initial, inputs.sequences)
 
@@ -215,7 +223,8 @@ def _scan_backward(
     Returns:
         dx, dends and dinitial; the flags of launch_configs.scan_backward exclude some of them.
     """
-    arrays = (terms.q_in, terms.k_in, terms.k_out, terms.decay, inputs.beta, terms.a_qk, terms.inverse)
+    *decayed, (a_qk, _, inverse) = terms
+    arrays = (*decayed, inputs.beta, a_qk, inverse)
     sizes = inputs.sizes(static) | flags
     return backend(launch_configs.scan_backward, sizes, *arrays, do, dfinal, inputs.sequences)
 
@@ -240,13 +249,13 @@ def _forward(backend: Backend, static: DeltaRule, *arrays: Array):
     """Compute o and the final states from the fields of Inputs and, with ranks, of BoundarySequences.
 
     Saved for backward are the arrays, with the initial states received from other ranks; with ranks, the map of the
-    last sequence; and without recompute, the terms, starts and errors of the chunks.
+    last sequence; the matrices of the chunks; and without recompute, their other terms, starts and errors.
     """
     inputs = Inputs(*arrays[:NUM_INPUTS])
     ranks = static.ranks
     boundary = arrays[NUM_INPUTS:]
     maps = ()
-    terms = chunk_terms(backend, static, inputs)
+    terms = chunk_terms(backend, static, inputs, chunk_matrices(backend, static, inputs))
     if ranks is not None:
         boundary = BoundarySequences(*boundary)
         last = inputs._replace(initial=boundary.initial, sequences=boundary.sequences[1:])
@@ -260,8 +269,9 @@ def _forward(backend: Backend, static: DeltaRule, *arrays: Array):
     final = final[static.parts - 1 :: static.parts]
     if ranks is not None:
         final = ranks.with_last(final, None, BoundarySequences(*boundary).roles)
-    chunks = () if static.recompute else (*terms, starts, errors)
-    return (o, final), (*inputs, *boundary, *maps, *chunks)
+    *decayed, matrices = terms
+    more = () if static.recompute else (*decayed, starts, errors)
+    return (o, final), (*inputs, *boundary, *maps, *matrices, *more)
 
 
 def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfinal: Array):
@@ -274,13 +284,19 @@ def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfin
     ranks = static.ranks
     boundary = None
     last_map = None
-    saved_chunks = saved[NUM_INPUTS:]
+    of_chunks = saved[NUM_INPUTS:]
     if ranks is not None:
-        boundary = BoundarySequences(*saved_chunks[:NUM_BOUNDARY])
-        last_map = saved_chunks[NUM_BOUNDARY]
-        saved_chunks = saved_chunks[NUM_BOUNDARY + 1 :]
+        boundary = BoundarySequences(*of_chunks[:NUM_BOUNDARY])
+        last_map = of_chunks[NUM_BOUNDARY]
+        of_chunks = of_chunks[NUM_BOUNDARY + 1 :]
+    matrices = Matrices(*of_chunks[:NUM_MATRICES])
     do = backend.cast(do, dtype_name(inputs.v))
-    terms = Terms(*saved_chunks[:-2]) if saved_chunks else chunk_terms(backend, static, inputs)
+    if static.recompute:
+        terms = chunk_terms(backend, static, inputs, matrices)
+        starts = errors = None
+    else:
+        q_in, k_in, k_out, decay, starts, errors = of_chunks[NUM_MATRICES:]
+        terms = Terms(q_in, k_in, k_out, decay, matrices)
     if ranks is not None and boundary is not None:
         dfinal = ranks.with_last(dfinal, None, boundary.roles)
         first = inputs._replace(sequences=boundary.sequences[:1])
@@ -293,9 +309,7 @@ def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfin
         *_, d_parts = _scan_backward(backend, static, scanned, terms, do, dfinal, from_zero=True)
         sizes = inputs.sizes(static) | dict(parts=static.parts, back=True)
         (dfinal,) = backend(launch_configs.compose, sizes, d_parts, maps, dfinal)
-    if saved_chunks:
-        starts, errors = saved_chunks[-2:]
-    else:
+    if static.recompute:
         _, starts, errors, _ = _scan_forward(backend, static, scanned, terms, save=True)
     dx, dends, dinitial = _scan_backward(backend, static, scanned, terms, do, dfinal, save=True)
     dinitial = dinitial[:: static.parts]
@@ -335,7 +349,8 @@ def _token_gradients(
     sizes = inputs.sizes(static)
     chunks = inputs.chunks
     *state_terms, ddecay = backend(launch_configs.state_gradients, sizes, starts, dends, errors, dx, do, chunks)
-    value_terms = (inputs.v, inputs.beta, errors, dx, do, terms.a_kk, chunks)
+    a_qk, a_kk, _ = terms.matrices
+    value_terms = (inputs.v, inputs.beta, errors, dx, do, a_kk, chunks)
     da_qk, da_kk, dv, dbeta = backend(launch_configs.product_gradients, sizes, *value_terms)
     tokens = (inputs.q, inputs.k, inputs.g, inputs.beta)
     if static.per_channel:
@@ -344,7 +359,7 @@ def _token_gradients(
         arrays = (inputs.g, before, after, terms.decay, ddecay, dbetas, chunks)
         dg, dbeta = backend(launch_configs.gate_gradients, sizes | {"slices": dbetas.shape[-1]}, *arrays)
     else:
-        arrays = (*tokens, terms.a_qk, terms.a_kk, da_qk, da_kk, *state_terms, ddecay, dbeta, chunks)
+        arrays = (*tokens, a_qk, a_kk, da_qk, da_kk, *state_terms, ddecay, dbeta, chunks)
         dq, dk, dg, dbeta = backend(launch_configs.head_gradients, sizes, *arrays)
     if inputs.v.shape[1] != inputs.q.shape[1]:
         (dq,) = backend(launch_configs.sum_heads, sizes, dq, chunks)

@@ -349,23 +349,30 @@ def solve(
     PRECISION: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Compute inverse [NC, HV, C, C] on and below the diagonal, C <= 64; grid (NC HV,)."""
+    """Compute inverse [NC, HV, C, C] on and below the diagonal, C <= 64; grid (NC HV,).
+
+    All loads precede the substitution, so that a program waits for memory once.
+    """
     ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
     chunk, head, first, last = chunk_of(chunks_ptr, HV)
     p_a = a_kk_ptr + (chunk * HV + head) * (C * C)
     p_out = inverse_ptr + (chunk * HV + head) * (C * C)
     p_beta = beta_ptr + first * HV + head
     ROWS: tl.constexpr = C // TILE
+    scaled = ()
+    for row in tl.static_range(ROWS):
+        for column in tl.static_range(row):
+            scaled = scaled + (_scaled_tile(p_a, p_beta, row, column, last - first, HV, ACC, C),)
+    b_diagonal = _invert_diagonal(p_a, p_beta, last - first, HV, ACC, C)
+    o_n = tl.arange(0, ROWS)[:, None, None]
     inverted = ()
     for row in tl.static_range(ROWS):
-        b_own = _invert_tile(
-            p_a + row * (TILE * C + TILE), p_beta + row * TILE * HV, last - first - row * TILE, HV, ACC, C
-        )
+        b_own = tl.sum(tl.where(o_n == row, b_diagonal, 0.0), 0)
         inverted_row = ()
         for column in tl.static_range(row):
             b_sum = tl.zeros([TILE, TILE], ACC)
             for between in tl.static_range(column, row):
-                b_a = _scaled_tile(p_a, p_beta, row, between, last - first, HV, ACC, C)
+                b_a = scaled[row * (row - 1) // 2 + between]
                 b_known = inverted[between * (between + 1) // 2 + column]
                 b_sum = tl.dot(b_a, b_known, b_sum, input_precision=PRECISION, out_dtype=ACC)
             b_tile = -tl.dot(b_own, b_sum, input_precision=PRECISION, out_dtype=ACC)
@@ -385,15 +392,21 @@ def _scaled_tile(p_a, p_beta, row, column, length, HV: tl.constexpr, ACC: tl.con
 
 
 @triton.jit
-def _invert_tile(p_a, p_beta, length, HV: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr):
-    """Invert the tile I + diag(beta) A_kk on the diagonal, row by row."""
-    o_r = tl.arange(0, TILE)
-    b_inverse = tl.where(o_r[:, None] == o_r[None, :], 1.0, 0.0).to(ACC)
+def _invert_diagonal(p_a, p_beta, length, HV: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr):
+    """Invert the tiles I + diag(beta) A_kk on the diagonal, [C / TILE, TILE, TILE], all at once and row by row.
+
+    A_kk is loaded transposed, so that the factors of a row lie along the axis over which its products are summed.
+    """
+    o_n = tl.arange(0, C // TILE)[:, None, None]
+    o_r = tl.arange(0, TILE)[None, :, None]
+    o_c = tl.arange(0, TILE)[None, None, :]
+    b_beta = tl.load(p_beta + (o_n * TILE + o_c) * HV, mask=o_n * TILE + o_c < length, other=0.0).to(ACC)
+    b_a = tl.load(p_a + (o_n * TILE + o_c) * C + o_n * TILE + o_r) * b_beta
+    b_inverse = tl.where((o_r == o_c) & (o_n >= 0), 1.0, 0.0).to(ACC)
     for row in range(1, TILE):
-        b_a = tl.load(p_a + row * C + o_r, mask=o_r < row, other=0.0)
-        beta = tl.load(p_beta + row * HV, mask=row < length, other=0.0).to(ACC)
-        b_row = tl.sum((b_a * beta)[:, None] * b_inverse, 0)
-        b_inverse = tl.where((o_r == row)[:, None], b_inverse - b_row[None, :], b_inverse)
+        b_factors = tl.sum(tl.where(o_c == row, b_a, 0.0), 2, keep_dims=True)
+        b_row = tl.sum(b_factors * b_inverse, 1, keep_dims=True)
+        b_inverse = tl.where(o_r == row, b_inverse - b_row, b_inverse)
     return b_inverse
 
 

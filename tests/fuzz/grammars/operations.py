@@ -31,7 +31,8 @@ HARD_CASES = frozenset(
     {
         *("linear", "add_bias", "rms_norm", "short_convolution", "rotary_embedding", "causal_attention", "dropout"),
         *("fused_attention", "masked_attention", "gelu", "swiglu", "cross_entropy", "sinkhorn", "compute_mappings"),
-        *("aggregate", "apply_h_res", "apply_h_post", "write_streams", "dropout_state", "kernels", "library"),
+        *("aggregate", "read_streams", "apply_h_res", "apply_h_post", "write_streams", "dropout_state", "kernels"),
+        "library",
         *("bad number", "another shape", "another type", "a list", "numpy", "strided", "transformed"),
         "differentiated twice",
     }
@@ -60,6 +61,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "dropout_state": {"samples": (B,), "positions": (T,)},
     "sinkhorn": {"logits": (B, T, S, S)},
     "compute_mappings": {"x": STREAMS, "phi": (S * D, 8), "alpha": (3,), "bias": (8,)},
+    "read_streams": {"x": STREAMS, "phi": (S * D, 8), "alpha": (3,), "bias": (8,)},
     "contract_streams": {"x": STREAMS, "phi": (S * D, S), "alpha": (1,), "bias": (S,)},
     "aggregate": {"x": STREAMS, "h_pre": (B, T, S)},
     "apply_h_res": {"h_res": (B, T, S, S), "residual": STREAMS},
@@ -74,6 +76,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "dropout_state": {"seed": 7, "step": 5, "seq_length": T},
     "sinkhorn": {"iterations": 4, "last": "row", "epsilon": 1e-3},
     "compute_mappings": {"iterations": 3, "last": "column", "epsilon": 1e-5, "mhc_epsilon": 1e-2, "transposed": True},
+    "read_streams": {"iterations": 3, "last": "row", "epsilon": 1e-5, "mhc_epsilon": 1e-2, "transposed": False},
     "contract_streams": {"epsilon": 1e-5, "mhc_epsilon": 1e-2},
     "write_streams": {"rate": 0.4, "site": 2},
 }
@@ -91,7 +94,7 @@ BAD: dict[str, list[Any]] = {
 }
 INTEGERS = {"before": T, "positions": 50, "targets": V, "samples": 2**20}
 WITH_KERNELS = {"gelu", "swiglu", "sinkhorn", "compute_mappings", "contract_streams", "aggregate"}
-WITH_KERNELS |= {"apply_h_res", "apply_h_post", "write_streams"}
+WITH_KERNELS |= {"read_streams", "apply_h_res", "apply_h_post", "write_streams"}
 TRANSFORMED = ("dropout", "short_convolution", "sinkhorn", "gelu", "swiglu", "write_streams")
 """Operations with a custom backward, in a backend or in kernels."""
 DTYPES = ("float64", "float32", "bfloat16")

@@ -1,0 +1,110 @@
+"""Doubly stochastic matrices by Sinkhorn's alternate normalisation of rows and columns, with a backward of its own.
+
+Mirrors ``reference_torch/doubly_stochastic.py``. Iterations are a scan, so that the program does not grow with them.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from diptych.plans.model import operations
+from diptych.plans.model.parameters import SINKHORN_FLOOR
+from jax_impl.operands import at_least_float32, operand
+from jax_impl.ops import kernel_backend
+
+
+def sinkhorn(
+    logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto", epsilon: float = 0.0
+) -> Float[Array, "*b s s"]:
+    """Return doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
+
+    Only the logits are saved for backward, which recomputes the iterates and differentiates each normalisation.
+
+    Args:
+        logits: computed in float32 if their type is narrower. [..., S, S]
+        iterations: pairs of normalisations, >= 1.
+        last: ``"row"`` (as in the paper: columns first, row sums are exact) or ``"column"``.
+        impl: see diptych.plans.model.implementation.
+        epsilon: added to the first normalisation, and to the sums of the others.
+
+    Returns:
+        Matrices in the type of logits. [..., S, S]
+
+    Raises:
+        ValueError: an argument has a wrong shape, type or value.
+
+    Reference: mHC, eq. 9. The first normalisation is a softmax with a floor of 1e-30; entries below the floor are
+    constants. With the floor no later sum is 0, so no epsilon is needed and the last normalisation is exact. With an
+    epsilon there is no floor, and the sums are only nearly 1 (DeepSeek-V4: 1e-6).
+    """
+    operations.check_iterations(iterations, last)
+    operations.check_epsilon(epsilon)
+    operations.check_matrices(operand("logits", logits))
+    if kernels := kernel_backend(impl, logits):
+        return kernels.sinkhorn(logits, iterations, last, epsilon)
+    tokens_innermost = jnp.moveaxis(at_least_float32(logits), (-2, -1), (0, 1))
+    first_axis = 0 if last == "row" else 1  # a sum over axis 0, the row index, normalises columns
+    matrices: Array = _sinkhorn(tokens_innermost, iterations, first_axis, epsilon)
+    return jnp.moveaxis(matrices, (0, 1), (-2, -1)).astype(logits.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _sinkhorn(logits: Array, iterations: int, first_axis: int, epsilon: float) -> Array:  # [S, S, ...]
+    """Run Sinkhorn on logits [S, S, ...], whose backward recomputes the iterates."""
+    matrix = _first_matrix(jax.nn.softmax(logits, axis=first_axis), epsilon)
+    matrix, _ = jax.lax.scan(partial(_normalise_twice, first_axis, epsilon), matrix, length=iterations - 1)
+    return matrix / (matrix.sum(1 - first_axis, keepdims=True) + epsilon)
+
+
+def _sinkhorn_forward(logits: Array, iterations: int, first_axis: int, epsilon: float) -> tuple[Array, Array]:
+    """Run Sinkhorn, and save only the logits."""
+    return _sinkhorn(logits, iterations, first_axis, epsilon), logits
+
+
+def _sinkhorn_backward(iterations: int, first_axis: int, epsilon: float, logits: Array, grad: Array) -> tuple[Array]:
+    """Recompute the iterates, and differentiate each normalisation."""
+    softmax = jax.nn.softmax(logits, axis=first_axis)
+    normalise_twice = partial(_normalise_twice, first_axis, epsilon)
+
+    def twice(matrix: Array, _: None) -> tuple[Array, Array]:
+        return normalise_twice(matrix, None)[0], matrix
+
+    matrix, iterates = jax.lax.scan(twice, _first_matrix(softmax, epsilon), length=iterations - 1)
+    total = matrix.sum(1 - first_axis, keepdims=True) + epsilon
+    grad = _normalise_backward(grad, matrix / total, total, 1 - first_axis)
+
+    def twice_backward(grad: Array, iterate: Array) -> tuple[Array, None]:
+        _, ((other, other_total), (first, first_total)) = normalise_twice(iterate, None)
+        grad = _normalise_backward(grad, first, first_total, first_axis)
+        return _normalise_backward(grad, other, other_total, 1 - first_axis), None
+
+    grad, _ = jax.lax.scan(twice_backward, grad, iterates, reverse=True)
+    if not epsilon:
+        softmax = _first_matrix(softmax, epsilon)
+        grad = jnp.where(softmax > SINKHORN_FLOOR, grad, 0.0)
+    return (softmax * (grad - (grad * softmax).sum(first_axis, keepdims=True)),)
+
+
+_sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
+
+
+def _first_matrix(softmax: Array, epsilon: float) -> Array:
+    """Return the first normalisation: a softmax with an epsilon, or with a floor if it is 0."""
+    return softmax + epsilon if epsilon else jnp.maximum(softmax, SINKHORN_FLOOR)
+
+
+def _normalise_twice(first_axis: int, epsilon: float, matrix: Array, _: None) -> tuple[Array, tuple]:
+    """Normalise over the other axis, then over the first; return both results and the sums they were divided by."""
+    total = matrix.sum(1 - first_axis, keepdims=True) + epsilon
+    other = matrix / total
+    first_total = other.sum(first_axis, keepdims=True) + epsilon
+    first = other / first_total
+    return first, ((other, total), (first, first_total))
+
+
+def _normalise_backward(grad: Array, normalised: Array, total: Array, axis: int) -> Array:
+    """Return the gradient of matrix -> normalised = matrix / total, where total = sum(matrix, axis)."""
+    return (grad - (grad * normalised).sum(axis, keepdims=True)) / total
