@@ -134,7 +134,7 @@ def _width(name: str, block: nnx.Module) -> int:
         )
     if width is None:
         raise ValueError(
-            f"hidden_size: expected a number, since {name} has no norm with weights, got None; pass the channels of "
+            f"hidden_size: expected a number, since no child of {name} is a norm with weights, got None; pass the channels of "
             "the hidden states"
         )
     return width

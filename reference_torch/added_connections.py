@@ -121,7 +121,7 @@ def _width(name: str, block: nn.Module) -> int:
     norms = [child for child in block.children() if "norm" in type(child).__name__.lower()]
     width = next((p.numel() for norm in norms for p in norm.parameters() if p.dim() == 1), None)
     if width is None:
-        raise ValueError(f"hidden_size: expected a number, since {name} has no norm with weights, got None")
+        raise ValueError(f"hidden_size: expected a number, since no child of {name} is a norm with weights, got None")
     return width
 
 

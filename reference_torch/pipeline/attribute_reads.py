@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from reference_torch.pipeline.nested_values import (
@@ -197,7 +198,9 @@ def _plain_in_objects(module: nn.Module) -> dict[Place, Any]:
 
 
 def _version(value: Any) -> int | None:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+    """Return the version of a tensor; None for other values, and for tensors of inference mode, which have none."""
+    with torch._C.DisableTorchFunction():  # a trace that is being recorded must not see these reads
+        return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
 def _equal(one: _Contents | None, other: _Contents | None) -> bool:

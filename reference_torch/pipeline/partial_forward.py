@@ -240,8 +240,9 @@ class PartialRun(Run):
             raise ValueError(
                 f"split_model: expected {name_of(expected.called) if expected else 'no further call'} as call "
                 f"{self._next} of the model's forward, as with fake tensors of the same shapes, got {name_of(called)}; "
-                "its code takes another path, by the elements of an argument such as a mask or by what other stages "
-                "own: leave the argument out, or cut the model by hand, into modules"
+                "its code takes another path, by the elements of an argument such as a mask, by an attribute that a "
+                "call sets for the first time (None before), or by what other stages own: leave the argument out, set "
+                "the attribute before the split, or cut the model by hand, into modules"
             )
         number = self._next
         self._next += 1

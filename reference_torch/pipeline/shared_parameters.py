@@ -1,7 +1,7 @@
 """Parameters that stages on several ranks share, such as a tied embedding: each rank has a copy of its own."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -89,15 +89,13 @@ class SharedParameters:
                     f"shared_parameters: expected one parameter in the stages {own} of one rank, got {len(copies)}; "
                     "assign the same nn.Parameter to both"
                 )
-            if rank not in ranks or len(ranks) == 1:
+            if len(ranks) == 1:
                 continue
             assert group is not None, "several ranks are a group"
-            self._sums.append((ranks, own[0], names[own[0]]))
-            if len(ranks) == group.size():
-                self._groups[ranks] = group
-            elif ranks not in self._groups:
-                members = [dist.get_global_rank(group, each) for each in ranks]
-                self._groups[ranks] = dist.new_group(members, use_local_synchronization=True)  # pyright: ignore[reportArgumentType]
+            if rank in ranks:
+                self._sums.append((ranks, own[0], names[own[0]]))
+            if ranks not in self._groups:
+                self._groups[ranks] = _group_of(ranks, group)
 
     def sum_gradients(self) -> None:
         """Replace the gradient of each copy by the sum of all.
@@ -128,3 +126,16 @@ class SharedParameters:
                 f"shared_parameters: expected a parameter {name!r} in stage {stage}, got none; names are those of "
                 "stage.named_parameters()"
             ) from None
+
+
+def _group_of(ranks: tuple[int, ...], group: ProcessGroup) -> ProcessGroup:
+    """Return a group of some ranks of a pipeline; other ranks get a group of their own.
+
+    Members wait for each other for ever if they have created different numbers of groups before, so that every rank of
+    the pipeline creates one.
+    """
+    if len(ranks) == group.size():
+        return group
+    own = dist.get_rank(group)
+    members = [dist.get_global_rank(group, each) for each in (ranks if own in ranks else [own])]
+    return cast("ProcessGroup", dist.new_group(members, use_local_synchronization=True))

@@ -55,8 +55,9 @@ def split_model(
     """
     _check_cuts(model, cuts)
     tracer = _Tracer(model, [*cuts])
-    owners = {name: {part} for name, part in tracer.parts_by_registration().items()}
-    if example_args is not None or example_kwargs is not None:
+    has_example = example_args is not None or example_kwargs is not None
+    owners = {name: {part} for name, part in tracer.parts_by_registration(checked=not has_example).items()}
+    if has_example:
         spec = flatten((tuple(example_args or ()), example_kwargs or {}), 0).spec
         tracer.has_example = True
         owners |= tracer.owners(tracer.trace(spec, model.training, _device(model)))
@@ -69,6 +70,17 @@ def split_model(
 
 def _check_cuts(model: nn.Module, cuts: Sequence[str]) -> None:
     """Check that cuts are different submodules of a model with plain parameters."""
+    hooks = {
+        "forward hook": model._forward_hooks,
+        "forward pre-hook": model._forward_pre_hooks,
+        "backward hook": model._backward_hooks,
+        "backward pre-hook": model._backward_pre_hooks,
+    }
+    if named := [kind for kind, installed in hooks.items() if installed]:
+        raise ValueError(
+            f"model: expected no hooks on the whole model, which no stage is, got a {named[0]}; register it on a "
+            "submodule, or after the split on a stage"
+        )
     if isinstance(cuts, str) or not cuts:
         raise ValueError(f"cuts: expected a list of names of submodules, at which stages begin, got {cuts!r}")
     names = [name for name, _ in model.named_modules() if name]
@@ -153,13 +165,17 @@ class _Tracer:
             if name in self.enclosing or name.rpartition(".")[0] in self.enclosing
         ]
 
-    def parts_by_registration(self) -> dict[str, int]:
-        """Return the part of every watched submodule and parameter if the model calls them in order of registration."""
+    def parts_by_registration(self, checked: bool) -> dict[str, int]:
+        """Return the part of every watched submodule and parameter if the model calls them in order of registration.
+
+        Args:
+            checked: refuse cuts in another order.
+        """
         part = 0
         parts = {}
         for name, module in self.watched(self.model):
             if name in self._cuts:
-                if name != self._cuts[part]:
+                if checked and name != self._cuts[part]:
                     raise ValueError(
                         f"cuts: expected submodules in order, got {self._cuts[part]!r} before {name!r}, which is "
                         "registered earlier; change their order, or give example_args if the model calls them so"

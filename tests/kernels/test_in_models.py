@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels import torch_backend as torch_ops
+from reference_torch.hyper_connections import DeferredMix, HyperConnectionModule
 from tests.backends import BACKENDS, assert_close, backend_module, model_gradients, normal, value_and_gradients
 from tests.kernels.support import MODEL
 
@@ -139,6 +141,10 @@ def test_recompute_changes_no_bit_and_one_kernel_writes_the_gradient_of_the_stre
         results.append(model_gradients("torch", config, tokens=tokens, cotangent=cotangent, step=3))
         sums = [dict(launch.constants) for launch in launched if launch.kernel == "coefficients.project_backward"]
         assert [(made["AGGREGATE"], made["THROUGH"]) for made in sums] == [(True, not recompute)] * 2 * MODEL.num_layers
+    connection = HyperConnectionModule(replace(MODEL, impl="triton"), 0)
+    _, mixed, _ = connection.read(torch.ones(1, 2, MODEL.num_residual_streams, MODEL.hidden_size, requires_grad=True))
+    assert isinstance(mixed, DeferredMix)
+    assert "KernelFunction" in type(mixed.residual.grad_fn).__name__, "the streams are those of read_streams"
     (logits, gradients), (other_logits, others) = results
     assert np.array_equal(logits, other_logits)
     assert {name for name in gradients if not np.array_equal(gradients[name], others[name])} == set()

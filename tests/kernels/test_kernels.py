@@ -172,6 +172,22 @@ def test_strides_do_not_matter():
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_sum_of_gradients_has_the_bits_of_the_frameworks_sum(dtype):
+    """Of the read, rounded, and of the write."""
+    arrays = [torch.from_numpy(a) for a in inputs_of(CASES["read_streams"], (2, 5), 3, 40, 3)]
+    arrays[0] = arrays[0].to(getattr(torch, dtype))
+    cotangents = [torch.from_numpy(normal(i, 2, 5, *s)) for i, s in enumerate([(40,), (3,), (3, 3), (3, 40)])]
+    results = []
+    for through in (True, False):
+        read = partial(torch_ops.read_streams, through=through)
+        results.append(torch_gradients(read, arrays, cotangents))
+        streams = arrays[0].clone().requires_grad_()
+        assert (read(streams, *arrays[1:])[3] is streams) != through
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_repeats_are_bit_equal():
     case = CASES["compute_mappings"]
     arrays = [torch.from_numpy(a).float() for a in inputs_of(case, (3, 50), 2, 9, 3)]

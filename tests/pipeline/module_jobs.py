@@ -4,12 +4,13 @@ import time
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from reference_torch.pipeline import PipelineExecutor
+from reference_torch.pipeline import PipelineExecutor, split_batch, split_model
 
 
 class Named(Tensor):
@@ -214,3 +215,35 @@ def refused(case: str) -> tuple[str, str]:
         except Exception as error:
             messages.append(f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}")
     return messages[0], messages[1]
+
+
+class Overlapping(nn.Module):
+    """Three layers; one gain is read in stages 0 and 1, another in stages 1 and 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.first, self.second = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output [B, 8] of inputs [B, 8]."""
+        h = self.layers[0](x * self.first)
+        h = self.layers[1](h) * self.first * self.second
+        return self.layers[2](h) * self.second
+
+
+def overlapping_inputs() -> Tensor:
+    """Return the inputs of eight samples."""
+    return torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def gains_of_overlapping_stages() -> dict[str, np.ndarray]:
+    """Run a step on three ranks; return the gradients of this rank's gains."""
+    x = overlapping_inputs()
+    stages = split_model(Overlapping(), ["layers.1", "layers.2"], (x[:2],))
+    pipeline = PipelineExecutor(stages, "1f1b", 4, lambda y, t: y.square().mean(), timeout=30.0)
+    pipeline.step(split_batch(x, 4))
+    own = stages[dist.get_rank()]
+    return {name: p.grad.numpy() for name, p in own.named_parameters() if "layers" not in name and p.grad is not None}

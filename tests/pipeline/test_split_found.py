@@ -505,3 +505,48 @@ def test_what_stages_cannot_know_is_refused_by_name(unchecked_shapes, thread, na
     kind, says = REFUSED[name]
     with pytest.raises(ValueError, match=says):
         check_equal(kind(), ["b", "c"], with_example)
+
+
+class Remembering(Model):
+    """Its first stage reads and changes a state."""
+
+    def make(self) -> None:
+        self.state = torch.zeros(3, WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        h = self.a(x) + self.state
+        self.state = h.detach()
+        return self.c(self.b(h))
+
+
+class CalledBackwards(Model):
+    """Calls its submodules against the order of their registration."""
+
+    def forward(self, x):
+        return self.a(self.b(self.c(x)))
+
+
+def test_a_state_of_one_stage_before_a_cut_is_kept(unchecked_shapes):
+    check_equal(Remembering(), ["b", "c"], with_example=True)
+
+
+def test_cuts_may_be_against_the_order_of_registration_with_an_example(unchecked_shapes):
+    check_equal(CalledBackwards(), ["b", "a"], with_example=True)
+    with pytest.raises(ValueError, match="cuts: expected submodules in order, got 'b' before 'a'"):
+        split_model(CalledBackwards(), ["b", "a"])
+
+
+HOOKS = {
+    "forward hook": lambda model: model.register_forward_hook(lambda module, given, output: output),
+    "forward pre-hook": lambda model: model.register_forward_pre_hook(lambda module, given: None),
+    "backward hook": lambda model: model.register_full_backward_hook(lambda module, given, output: None),
+    "backward pre-hook": lambda model: model.register_full_backward_pre_hook(lambda module, output: None),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_on_the_whole_model_are_refused_by_name(kind):
+    model = CalledBackwards()
+    HOOKS[kind](model)
+    with pytest.raises(ValueError, match=f"model: expected no hooks on the whole model, .* got a {kind}; register it"):
+        split_model(model, ["b", "a"], (inputs()[0],))

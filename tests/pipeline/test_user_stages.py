@@ -5,6 +5,7 @@ import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from tests.fuzz.grammars._pipeline_stages import BAD, BAD_LOSSES, Planned, Progr
 from tests.fuzz.grammars._pipeline_steps import run
 from tests.fuzz.grammars.pipelines import check
 from tests.fuzz.harness import EQUAL, REFUSED
+from tests.pipeline import module_jobs
 
 LINEAR = StageSpec(("linear",))
 TWO = Program(2, "1f1b", (LINEAR, LINEAR), 3)
@@ -179,3 +181,15 @@ def test_a_step_that_fails_leaves_the_gradients_of_earlier_steps():
     assert bool(before.eq(1.0).all())
     assert bias.grad is None
     assert threading.active_count() == threads
+
+
+@pytest.mark.multiprocess
+def test_a_rank_may_share_parameters_with_several_sets_of_ranks(three):
+    model = module_jobs.Overlapping()
+    model(module_jobs.overlapping_inputs()).square().mean().backward()
+    expected = {"first": model.first.grad.numpy(), "second": model.second.grad.numpy()}
+    found = three.run("tests.pipeline.module_jobs:gains_of_overlapping_stages")
+    assert [{*gradients} for gradients in found] == [{"first"}, {"first", "second"}, {"second"}]
+    for gradients in found:
+        for name, gradient in gradients.items():
+            np.testing.assert_allclose(gradient, expected[name], rtol=1e-12)
