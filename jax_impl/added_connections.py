@@ -134,8 +134,8 @@ def _width(name: str, block: nnx.Module) -> int:
         )
     if width is None:
         raise ValueError(
-            f"hidden_size: expected a number, since no child of {name} is a norm with weights, got None; pass the channels of "
-            "the hidden states"
+            f"hidden_size: expected a number, since no child of {name} is a norm with weights, got None; pass the "
+            "channels of the hidden states"
         )
     return width
 
