@@ -170,7 +170,7 @@ def test_wrong_models_are_named(add, make):
     add(model, ["blocks.*"])
     with pytest.raises(ValueError, match=r"got blocks\.0, which has one"):
         add(model, ["blocks.*"])
-    with pytest.raises(ValueError, match=r"hidden_size: expected a number, since blocks\.0\.up has no norm"):
+    with pytest.raises(ValueError, match=r"hidden_size: expected a number, since no child of blocks\.0\.up is a norm"):
         add(make(), ["blocks.*.up"])
     reordered = make()
     add(reordered, ["blocks.1"], hidden_size=5)
