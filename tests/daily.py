@@ -223,7 +223,7 @@ PARTS = {
     "tests/test_composition.py::test_kernels_learn_as_plain": 5,
     "tests/test_fp8.py::test_loss_curves_stay_within_the_spread_of_two_seeds": 3,
     "tests/offload/test_jax.py::test_values_of_a_name_move": 4,
-    # Long tests without parameters, whose shorter sisters run every day.
+    # Long tests of few or no parameters; shorter ones of the same subjects run every day.
     "tests/offload/test_jax_training.py::test_pipelines_of_several_devices": 2,
     "tests/pipeline/test_jax.py::test_more_pipelines_of_several_devices": 2,
     "tests/test_composition.py::test_jax_learns_as_plain_whatever_is_asked": 2,
@@ -281,8 +281,8 @@ def of_other_parts(names: list[str], part: str, are_slow: list[bool]) -> list[bo
 def _index_of(test: str, number: int, parts: int) -> int:
     """Return which of a test's parts has a number.
 
-    Each run of ``parts`` numbers from a multiple of it has each part once, in an order of its own, so that nobody who
-    tests every second day misses the same parts for ever.
+    Of the numbers 0 to ``parts`` - 1, each has another part, and so on for every further ``parts`` numbers. Their order
+    is drawn anew each time: in a fixed order, who tests every second day would never run half of the parts.
     """
     order = list(range(parts))
     random.Random(f"{test} {number // parts}").shuffle(order)

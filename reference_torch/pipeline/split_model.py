@@ -50,8 +50,9 @@ def split_model(
         One stage more than cuts.
 
     Raises:
-        ValueError: a cut is not a submodule, or is not called in the given order; or a buffer that the code around the
-            cuts changes is used by two stages. The first forward raises these if there are no example arguments.
+        ValueError: the whole model has hooks; a cut is not a submodule, or is not called in the given order; or a
+            buffer that the code around the cuts changes is used by two stages. The first forward raises these if there
+            are no example arguments.
     """
     _check_cuts(model, cuts)
     tracer = _Tracer(model, [*cuts])

@@ -194,7 +194,9 @@ def chunk_matrices(backend: Backend, static: DeltaRule, inputs: Inputs) -> Matri
 
 def chunk_terms(backend: Backend, static: DeltaRule, inputs: Inputs, matrices: Matrices) -> Terms:
     """Compute the terms of all chunks from their matrices."""
-    q, k, g = inputs.q, inputs.k, inputs.g
+    q = inputs.q
+    k = inputs.k
+    g = inputs.g
     if not static.per_channel:
         return Terms(q, k, k, g, matrices)
     q_in, k_in, k_out, decay = backend(launch_configs.decayed, inputs.sizes(static), q, k, g, inputs.chunks)
