@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from diptych_kernels import aot as ahead
 from diptych_kernels import autodiff_rules
-from diptych_kernels.launch_configs import CANDIDATES, Sinkhorn
+from diptych_kernels.launch_configs import CANDIDATES, Sinkhorn, Write
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 
@@ -167,6 +167,29 @@ def test_ideal_bytes_are_those_of_the_design():
         "coefficients.project_backward (read)": 2 * (3 * s + 1) * d + 116,
     }
     assert {name: PRODUCTION[name].ideal_bytes(8192) for name in expected} == expected
+
+
+def test_bytes_of_a_connection_are_those_in_the_docs():
+    """Forward and backward; an addition of two gradients of the streams reads two and writes one."""
+    s, d = 4, 4096
+    x, y = ahead.Shape((8192, s, d), "bfloat16"), ahead.Shape((8192, d), "bfloat16")
+    h, h_res = ahead.Shape((8192, s), "float32"), ahead.Shape((8192, s, s), "float32")
+    phi, alpha, bias = (ahead.Shape(shape, "float32") for shape in ((s * d, 24), (3,), (24,)))
+
+    def moved(operation, static, *inputs):
+        return sum(entry.ideal_bytes(8192) for entry in ahead.launches_of(operation, static, inputs))
+
+    sinkhorn = Sinkhorn(20, "row", epsilon=1e-5)
+    write = moved(autodiff_rules.WRITE, Write("mix", True, False), x, h_res, y, None, h, None, None, None)
+    mappings = moved(autodiff_rules.COMPUTE_MAPPINGS, sinkhorn, x, phi, alpha, bias)
+    aggregate = moved(autodiff_rules.AGGREGATE, None, x, h)
+    addition = 3 * 2 * s * d
+    totals = (
+        write + moved(autodiff_rules.READ_THROUGH, sinkhorn, x, phi, alpha, bias),
+        write + moved(autodiff_rules.READ, sinkhorn, x, phi, alpha, bias) + addition,
+        write + mappings + aggregate + 2 * addition,
+    )
+    assert [round(total / 1000) for total in totals] == [411, 476, 599]
 
 
 @pytest.mark.parametrize(("operation", "width"), [("READ", 4096), ("READ_THROUGH", 100)])
