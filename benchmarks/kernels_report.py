@@ -9,6 +9,7 @@ import triton
 from rich.progress import track
 
 from diptych_kernels import aot as ahead
+from diptych_kernels.machine_code import MachineCode, machine_code
 
 PAGE = Path(__file__).parent.parent / "docs" / "kernels.md"
 BEGIN = "<!-- table: python -m benchmarks.kernels_report -->\n"
@@ -20,6 +21,8 @@ WIDTH = 4096
 DTYPE = "bfloat16"
 HEADS = 32
 Used = dict[str, dict[int, ahead.Resources]]
+MACHINE = 90
+"""The compute capability whose machine code is counted."""
 
 
 def recorded_launches(delta_rule: bool = False) -> dict[str, ahead.Recorded]:
@@ -39,36 +42,54 @@ def resources(delta_rule: bool = False) -> Used:
     return used
 
 
-def table(used: Used) -> str:
+def codes(delta_rule: bool = False) -> dict[str, MachineCode]:
+    """Return the machine code of every kernel on sm_90."""
+    recorded = recorded_launches(delta_rule)
+    return {name: machine_code(ahead.compile_ahead(entry, MACHINE)) for name, entry in recorded.items()}
+
+
+def table(used: Used, code: dict[str, MachineCode]) -> str:
     """Return the Markdown table of the kernels of streams and activations."""
     size = f"{TOKENS} tokens of S = {STREAMS}, D = {WIDTH}, {DTYPE}"
     cells = {name: f"{entry.ideal_bytes(TOKENS):,}" for name, entry in recorded_launches().items()}
-    return _table(used, size, "ideal bytes per token", cells, recorded_launches())
+    return _table(used, code, size, "ideal bytes per token", cells, recorded_launches())
 
 
-def delta_rule_table(used: Used) -> str:
+def delta_rule_table(used: Used, code: dict[str, MachineCode]) -> str:
     """Return the Markdown table of the kernels of the delta rule."""
     recorded = recorded_launches(delta_rule=True)
     count = TOKENS * HEADS
     size = f"{TOKENS} tokens of {HEADS} heads, K = V = 128, {DTYPE}, g float32"
     cells = {name: f"{entry.all_bytes() // count:,} | {entry.flops() // count:,}" for name, entry in recorded.items()}
-    return _table(used, size, "bytes per token and head | FLOPs per token and head", cells, recorded)
+    return _table(used, code, size, "bytes per token and head | FLOPs per token and head", cells, recorded)
 
 
-def _table(used: Used, size: str, heading: str, cells: dict[str, str], recorded: dict[str, ahead.Recorded]) -> str:
-    columns = heading.count("|") + 1
+def _table(
+    used: Used,
+    code: dict[str, MachineCode],
+    size: str,
+    heading: str,
+    cells: dict[str, str],
+    recorded: dict[str, ahead.Recorded],
+) -> str:
+    columns = heading.count("|") + 3
     lines = [
         f"Triton {triton.__version__}, {size}; registers per thread / spilled bytes per thread / shared bytes per "
-        "program, and the share of a multiprocessor's warps that the registers allow.\n",
-        f"| kernel | {heading} | warps |" + "".join(f" sm_{target} |" for target in ahead.TARGETS),
+        "program, and the share of a multiprocessor's warps that registers and shared memory allow. On "
+        f"sm_{MACHINE}: instructions, those of loops, and the share of bytes that accesses of 16 bytes move, of "
+        "those of at least 8.\n",
+        f"| kernel | {heading} | warps |"
+        + "".join(f" sm_{target} |" for target in ahead.TARGETS)
+        + " instructions (in loops) | 16 bytes |",
         "|---|" + "---|" * (columns + 1 + len(ahead.TARGETS)),
     ]
     for name, entry in recorded.items():
         resources_of = (
-            f" {use.registers} / {use.spilled} / {use.shared}, {ahead.occupancy(use):.0%} |"
-            for use in (used[name][target] for target in ahead.TARGETS)
+            f" {use.registers} / {use.spilled} / {use.shared}, {ahead.occupancy(use, target):.0%} |"
+            for target, use in ((target, used[name][target]) for target in ahead.TARGETS)
         )
-        lines.append(f"| {name} | {cells[name]} | {entry.launch.num_warps} |" + "".join(resources_of))
+        counts = f" {code[name].instructions:,} ({code[name].in_loops:,}) | {code[name].wide_share:.0%} |"
+        lines.append(f"| {name} | {cells[name]} | {entry.launch.num_warps} |" + "".join(resources_of) + counts)
     return "\n".join(lines) + "\n"
 
 
@@ -81,7 +102,8 @@ def printed(page: str, begin: str) -> str:
 def main() -> None:
     """Update the tables in the page."""
     page = PAGE.read_text()
-    for begin, text in ((BEGIN, table(resources())), (BEGIN_DELTA, delta_rule_table(resources(delta_rule=True)))):
+    tables = (BEGIN, table(resources(), codes())), (BEGIN_DELTA, delta_rule_table(resources(True), codes(True)))
+    for begin, text in tables:
         page = page.replace(begin + printed(page, begin) + END, begin + text + END)
     PAGE.write_text(page)
 

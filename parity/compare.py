@@ -18,6 +18,7 @@ from diptych.plans.config.precision import in_dtype
 from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.training import StepResult
+from jax_impl.groups import make_mesh
 from parity.location import Location, locate
 from parity.measured_memory import MeasuredMemory, measure_torch
 from parity.ranks import torch_trainer
@@ -71,6 +72,8 @@ class Comparison:
     """Memory of one forward and backward pass in PyTorch."""
     validation: dict[str, float] = field(default_factory=dict)
     """Validation loss by backend, nats per token."""
+    replicas: int = 1
+    """Number of replicas of each backend."""
     offload: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Statistics of offload during training, by backend; empty without offload. See
     diptych.plans.offload.describe_statistics."""
@@ -133,6 +136,7 @@ def compare(
     loss_tolerance: float | None = None,
     gradient_tolerance: float | None = None,
     parameters: Mapping[str, np.ndarray] | None = None,
+    replicas: int = 1,
     on_step: Callable[[StepPair], None] = lambda pair: None,
 ) -> Comparison:
     """Train both backends from equal parameters and compare the loss of every step, and gradients before and after.
@@ -147,22 +151,27 @@ def compare(
         gradient_tolerance: largest accepted relative difference of gradients; None: that of parity.tolerances for the
             model's dtype.
         parameters: parameters to begin with, by canonical name; None: initial ones.
+        replicas: number of replicas. Each backend has ``replicas * config.model_parallel_size`` ranks: processes in
+            PyTorch, devices in JAX.
         on_step: called after each step.
 
     Raises:
         NonFiniteLossError: a loss is not finite in either backend; the message names the step.
+        ValueError: there are fewer JAX devices than ranks.
     """
-    theirs = jax_impl.train.Trainer(config, train_config, corpus)
+    theirs = jax_trainer(config, train_config, corpus, replicas)
     result = Comparison(
         config.product_dtype,
         LOSS[config.product_dtype] if loss_tolerance is None else loss_tolerance,
         GRADIENT[config.product_dtype] if gradient_tolerance is None else gradient_tolerance,
     )
-    with torch_trainer(config, train_config, corpus) as ours, ThreadPoolExecutor(max_workers=1) as other_thread:
+    result.replicas = replicas
+    run = config, train_config, corpus, replicas
+    with torch_trainer(*run) as ours, ThreadPoolExecutor(max_workers=1) as other_thread:
         if parameters is not None:
             ours.set_parameters(parameters)
             theirs.set_parameters(parameters)
-        gradients = compare_gradients(ours.parameters(), 0, config, train_config, corpus)
+        gradients = compare_gradients(ours.parameters(), 0, *run)
         for step in range(train_config.train_iters):
             their_step = other_thread.submit(theirs.train_step, step)
             pair = StepPair(ours.train_step(step), their_step.result())
@@ -172,7 +181,7 @@ def compare(
         result.offload = {backend: stats for backend, stats in moved.items() if stats is not None}
         result.validation = {"torch": ours.validation_loss(), "jax": theirs.validation_loss()}
         parameters = ours.parameters()
-    gradients += compare_gradients(parameters, train_config.train_iters, config, train_config, corpus)
+    gradients += compare_gradients(parameters, train_config.train_iters, *run)
     result.memory = measure_torch(undivided(config), corpus.batch(0, train_config.microbatch, config.seq_length))
     result.gradients = sorted(gradients, key=lambda g: g.relative, reverse=True)
     if result.failures:
@@ -196,13 +205,14 @@ def compare_gradients(
     config: TransformerConfig,
     train_config: TrainConfig,
     corpus: Corpus,
+    replicas: int = 1,
 ) -> list[GradientDifference]:
     """Return the gradient differences on one step's batch at equal parameters, in float64 and the run's dtype."""
     batch = corpus.batch(step, train_config.global_batch_size, config.seq_length)
-    relative, *gradients = _differences(parameters, batch, step, config, train_config, corpus)
+    relative, *gradients = _differences(parameters, batch, step, config, train_config, corpus, replicas)
     exact_config = in_dtype(config, "float64")
     with jax.enable_x64(True):
-        exact, *_ = _differences(parameters, batch, step, exact_config, train_config, corpus)
+        exact, *_ = _differences(parameters, batch, step, exact_config, train_config, corpus, replicas)
     norms, whole_norm = gradient_norms(*gradients)
     return [GradientDifference(name, step, exact[name], relative[name], norms[name], whole_norm) for name in norms]
 
@@ -224,17 +234,44 @@ def _differences(
     config: TransformerConfig,
     train_config: TrainConfig,
     corpus: Corpus,
+    replicas: int,
 ) -> tuple[dict[str, float], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return the relative difference of each parameter's gradient in the run's dtype, and both gradients."""
     gradients = []
-    for make in (torch_trainer, lambda *run: nullcontext(jax_impl.train.Trainer(*run))):
-        with make(config, train_config, corpus) as trainer:
+    for make in (torch_trainer, lambda *run: nullcontext(jax_trainer(*run))):
+        with make(config, train_config, corpus, replicas) as trainer:
             trainer.set_parameters(initial_weights(parameters, config))
             gradients.append(trainer.loss_and_gradients(batch, step)[1])
     ours, theirs = gradients
     if ours.keys() != theirs.keys():
         raise AssertionError(f"parameters differ: {sorted(ours.keys() ^ theirs.keys())}")
     return {name: relative_difference(ours[name], theirs[name]) for name in ours}, ours, theirs
+
+
+def jax_trainer(
+    config: TransformerConfig, train_config: TrainConfig, corpus: Corpus, replicas: int = 1
+) -> jax_impl.train.Trainer:
+    """Return JAX's trainer on the first devices, one for each rank.
+
+    Args:
+        config: configuration of the model.
+        train_config: configuration of the optimisation.
+        corpus: training and validation data.
+        replicas: number of replicas.
+
+    Raises:
+        ValueError: there are fewer devices than ranks.
+    """
+    if replicas == 1:
+        return jax_impl.train.Trainer(config, train_config, corpus)
+    ranks = replicas * config.model_parallel_size
+    devices = jax.devices()
+    if len(devices) < ranks:
+        raise ValueError(
+            f"replicas: expected at most {len(devices)} ranks, one for each device of JAX, got {ranks} ({replicas} "
+            f"replicas of {config.model_parallel_size}); on a CPU, set jax_num_cpu_devices before JAX is used"
+        )
+    return jax_impl.train.Trainer(config, train_config, corpus, make_mesh(config, devices[:ranks]))
 
 
 def tokens_per_second(results: Iterable[StepResult]) -> float:

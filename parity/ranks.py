@@ -86,9 +86,16 @@ def make_trainer(config: TransformerConfig, train_config: TrainConfig, corpus: C
 
 
 def torch_trainer(
-    config: TransformerConfig, train_config: TrainConfig, corpus: Corpus
+    config: TransformerConfig, train_config: TrainConfig, corpus: Corpus, replicas: int = 1
 ) -> AbstractContextManager[Trainer | RankTrainer]:
-    """Return PyTorch's trainer: in this process, or in one process per rank if ranks share the model or sequences."""
-    if config.model_parallel_size > 1:
-        return RankTrainer(config, train_config, corpus)
+    """Return PyTorch's trainer: in this process, or in one process per rank if there are several.
+
+    Args:
+        config: configuration of the model.
+        train_config: configuration of the optimisation.
+        corpus: training and validation data.
+        replicas: number of replicas.
+    """
+    if replicas * config.model_parallel_size > 1:
+        return RankTrainer(config, train_config, corpus, replicas)
     return nullcontext(Trainer(config, train_config, corpus))

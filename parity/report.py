@@ -184,6 +184,7 @@ def write_json(
         "environment": environment(),
         "model": asdict(config),
         "train": asdict(train),
+        "replicas": comparison.replicas,
         "corpus": {"name": corpus.name, "digest": corpus.digest, "tokens": len(corpus.training)},
         "tolerances": {"loss": comparison.loss_tolerance, "gradient": comparison.gradient_tolerance},
         "validation_loss": comparison.validation,

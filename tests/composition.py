@@ -32,6 +32,7 @@ from parity.compare import relative_difference
 from parity.tolerances import GRADIENT, LOSS
 from reference_torch.rank_pool import RankPool
 from tests.backends import tiny_corpus
+from tests.rank_processes import end_groups
 from tests.test_documents import corpus_of_documents
 
 BASE = TransformerConfig(
@@ -454,11 +455,10 @@ def torch_step(composition: Composition, folder: Path | None = None) -> Outcome:
 
 
 def _end(*trainers: Any) -> None:
-    """Close offload managers, and destroy all process groups of the mesh, each of which has a thread that polls."""
+    """Close offload managers, and destroy the process groups of the mesh."""
     for trainer in trainers:
         trainer.offload.close()
-    for group in {*torch.distributed.distributed_c10d._world.pg_map} - {torch.distributed.group.WORLD}:
-        torch.distributed.destroy_process_group(group)
+    end_groups()
 
 
 class Pools:

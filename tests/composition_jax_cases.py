@@ -95,7 +95,11 @@ def test_more_accepted_configurations(composition):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "features",
-    [("kernels", "GDN", "context ranks", "1f1b"), ("kernels", "mHC", "recompute mhc", "replicas")],
+    [
+        ("kernels", "GDN", "context ranks", "1f1b"),
+        ("kernels", "mHC", "recompute mhc", "replicas"),
+        ("kernels", "GDN", "mHC", "tensor-parallel ranks, tokens"),
+    ],
     ids="+".join,
 )
 def test_kernels(features):

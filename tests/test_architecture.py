@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import parity
-from tests.daily import EVERY, PARTS, of_other_parts
+from tests.daily import EVERY, PARTS, SERIES, of_other_parts
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
@@ -531,7 +531,7 @@ def test_the_parts_of_a_series_have_each_test_once(test):
     """Of the last one, the even numbers are slow, and the others run in every part."""
     names = [f"{test}[{number}]" for number in range(9)]
     are_slow = [test.endswith("slow") and number % 2 == 0 for number in range(9)]
-    count = PARTS.get(test, 1 + any(are_slow))
+    count = PARTS.get(test, 1 + sum(sum(are_slow) >= length for length in SERIES))
     runs = [
         [name for name, other in zip(names, of_other_parts(names, str(part), are_slow), strict=True) if not other]
         for part in range(count)
@@ -540,4 +540,4 @@ def test_the_parts_of_a_series_have_each_test_once(test):
     assert sorted(name for run in runs for name in run) == sorted(names + fast * (count - 1))
     assert len({len(run) for run in runs}) <= 2
     assert not any(of_other_parts(names, "all", are_slow))
-    assert test in PARTS or not any(of_other_parts(names[:2], "0", [True] * 2)), "a short series"
+    assert test in PARTS or not any(of_other_parts(names[:1], "0", [True])), "a single test"

@@ -59,6 +59,48 @@ def test_compare_in_float64(corpus, tmp_path, capsys):
     assert all(abs(s["loss"]["torch"] - s["loss"]["jax"]) < 1e-10 for s in report["steps"])
 
 
+MESHES = {
+    "8 ranks": "--nproc 8 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --use-distributed-optimizer",
+    "16 ranks": "--nproc 16 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --context-parallel-size 2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_compare_on_a_mesh(mesh, corpus, tmp_path):
+    settings = SMALL.replace("--num-layers 1", "--num-layers 2").replace("--global-batch-size 2", "")
+    command = (
+        f"compare {settings} --global-batch-size 4 --micro-batch-size 1 --train-iters 2 --params-dtype float64 "
+        f"--sequence-parallel --pipeline-timeout 400 {MESHES[mesh]} --output-dir {tmp_path} --data-path {corpus}"
+    )
+    words = [sys.executable, "-m", "parity.cli", *command.split()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=480, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["failures"] == []
+    assert report["replicas"] == 2
+    assert len(report["steps"]) == 2
+    assert all(abs(step["loss"]["torch"] - step["loss"]["jax"]) < 1e-10 for step in report["steps"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            "--nproc 3 --tensor-model-parallel-size 2",
+            "expected a multiple of --tensor-model-parallel-size=2 ranks, got 3",
+        ),
+        ("--nproc 3", "--global-batch-size: expected a multiple of the 3 replicas, got 2"),
+        ("--nproc 0", "--nproc: expected at least 1, got 0"),
+    ],
+)
+def test_a_mesh_that_no_comparison_can_have_is_refused(flags, says, corpus, capsys):
+    assert diptych(f"compare {SMALL} {flags} --data-path", corpus) == 2
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_compare_over_tolerance_names_parameter_and_step(corpus, tmp_path, capsys, monkeypatch):
     import jax_impl.mlp

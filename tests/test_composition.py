@@ -87,6 +87,8 @@ def test_any_accepted_configuration_learns_as_plain(pools):
         pytest.param(("kernels", "interleaved", "KDA", "context ranks, ring"), marks=pytest.mark.slow),
         pytest.param(("kernels", "zb-h1", "mHC", "activations offloaded"), marks=pytest.mark.slow),
         pytest.param(("kernels", "KDA", "documents", "context ranks, scan", "1f1b"), marks=pytest.mark.slow),
+        pytest.param(("kernels", "GDN", "mHC", "tensor-parallel ranks, tokens"), marks=pytest.mark.slow),
+        pytest.param(("kernels", "KDA", "tensor-parallel ranks", "1f1b"), marks=pytest.mark.slow),
     ],
     ids="+".join,
 )

@@ -64,11 +64,11 @@ def main() -> None:
     losses = train(model)
     manager.print_stats()
     print(f"losses {losses[0]:.6f} to {losses[-1]:.6f}; without offload {expected[0]:.6f} to {expected[-1]:.6f}")
-    assert losses == expected, "offload changes no number"
+    assert losses == expected, "expected the losses of the model without offload"
     for name, value in model.state_dict().items():
         assert torch.equal(value.cpu(), plain.state_dict()[name].cpu()), name
     manager.close()
-    print("equal, bit for bit")
+    print("bitwise equal")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from jax import Array
 from jax.extend.core import jaxprs_in_params
 from jax.extend.core.primitives import dot_general_p
 
+from diptych.plans.config import TransformerConfig
 from diptych.plans.module_patterns import select
 from jax_impl.named_modules import call_through, change_class, named_modules, restore_classes, subclass_with
 from jax_impl.offload.device import is_on_host
@@ -24,7 +25,6 @@ from jax_impl.recompute.inner_checkpoints import keep_inner_checkpoints
 from jax_impl.recompute.opaque_call import except_opaque_calls, reject_ordered_callbacks, without_residuals
 from jax_impl.traced_programs import is_array, part_of, trace_inlined, variables
 
-ACTIVATION_MIN_BYTES = 2**16
 _TO_HOST = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")(
     dot_general_p, dimension_numbers=(((), ()), ((), ()))
 )
@@ -110,7 +110,7 @@ def offload_modules(
     modules: Any,
     *,
     activations: bool = False,
-    activation_min_bytes: int = ACTIVATION_MIN_BYTES,
+    activation_min_bytes: int = TransformerConfig.activation_offload_min_bytes,
     optimizer_state: bool = False,
 ) -> OffloadedModules:
     """Move parameters of submodules to host memory, and copy each to the device for its use in forward and in backward.

@@ -26,6 +26,9 @@ from diptych_kernels.launch_configs import Block, Launch, Write, wide
 TARGETS = (80, 90)
 """Compute capabilities: A100, and H100 or H200."""
 
+_SHARED_KIB = {80: 164, 90: 228}
+"""Shared memory of a multiprocessor, in KiB."""
+
 _POINTERS = {
     "float16": "*fp16",
     "bfloat16": "*bf16",
@@ -331,10 +334,26 @@ def resources(recorded: Recorded, capability: int) -> Resources:
     return Resources(registers, spilled, compiled.metadata.shared, recorded.launch.num_warps)
 
 
-def occupancy(used: Resources) -> float:
-    """Return the fraction of a multiprocessor's 64 warps that fit into its 65536 registers.
+def programs(used: Resources, capability: int) -> int:
+    """Return how many programs of a kernel run on a multiprocessor at once.
 
-    A warp gets registers in units of 256.
+    A multiprocessor has 65536 registers, which a warp gets in units of 256, shared memory, of which a program takes
+    1 KiB more than it asks for, 64 warps, and room for 32 programs.
+
+    Args:
+        used: resources of the kernel.
+        capability: compute capability.
     """
     warps = 65536 // (math.ceil(used.registers * 32 / 256) * 256)
-    return min(warps // used.num_warps * used.num_warps, 64) / 64
+    by_shared = _SHARED_KIB[capability] * 1024 // (used.shared + 1024)
+    return min(warps // used.num_warps, by_shared, 64 // used.num_warps, 32)
+
+
+def occupancy(used: Resources, capability: int) -> float:
+    """Return the fraction of a multiprocessor's 64 warps that can run at once.
+
+    Args:
+        used: resources of the kernel.
+        capability: compute capability.
+    """
+    return programs(used, capability) * used.num_warps / 64

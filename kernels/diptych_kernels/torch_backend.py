@@ -5,7 +5,7 @@ CUDA tensors run compiled kernels, CPU tensors run the interpreter. Second deriv
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor
 from diptych_kernels import assembler, library, tuning
 from diptych_kernels.api import DIFFERENTIATED_TWICE, Functions
 from diptych_kernels.autodiff_rules import Operation
+from diptych_kernels.device_tables import device_table
 from diptych_kernels.launch_configs import Launch
 
 UNWRITTEN = float("nan")
@@ -106,15 +107,12 @@ class TorchBackend(Functions):
     def integers(self, x: Any, like: Tensor) -> Tensor:
         """Move an array of integers, possibly of numpy, to the device of ``like``.
 
-        Tables that were moved before are remembered, because a copy from the host waits for the device. A CUDA graph
-        may outlive the memory of a remembered table, so its capture copies the table, which raises CUDA's error.
+        Tables of numpy that were moved before are remembered (``device_tables``).
         """
         is_traced = torch.compiler.is_compiling() or isinstance(like, FakeTensor)
-        is_remembered = like.device.type == "cuda" and not is_traced and isinstance(x, np.ndarray)
-        if not is_remembered or torch.cuda.is_current_stream_capturing():
-            return torch.as_tensor(np.array(x) if isinstance(x, np.ndarray) else x, device=like.device)
-        stream = torch.cuda.current_stream(like.device)
-        return _table_on(like.device, stream.cuda_stream, x.tobytes(), x.dtype.str, x.shape)
+        if like.device.type == "cuda" and not is_traced and isinstance(x, np.ndarray):
+            return device_table(x, like.device)
+        return torch.as_tensor(np.array(x) if isinstance(x, np.ndarray) else x, device=like.device)
 
     def array_kind(self, x: Any) -> str | None:
         """Return None for a dense tensor, else the name of the given type or layout."""
@@ -190,17 +188,6 @@ def _launch(launch: Launch, arguments: tuple[Any, ...], inputs: tuple[Any, ...])
 def _device(index: int) -> tuple[str, tuple[int, int]]:
     """Return the name and compute capability of a CUDA device."""
     return torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-
-
-@lru_cache(maxsize=256)
-def _table_on(device: torch.device, stream: int, content: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Copy a table to a device for use on one stream, in whose order its memory is reused.
-
-    The copy may be saved for a backward even if inference mode is on now.
-    """
-    del stream
-    with torch.inference_mode(False):
-        return torch.from_numpy(np.frombuffer(content, dtype).reshape(shape).copy()).to(device)
 
 
 def measure(launch: Launch, inputs: tuple[Tensor, ...]) -> float:

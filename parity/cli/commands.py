@@ -122,6 +122,9 @@ class TrainingRun:
     """The recompute that fits activation_memory_budget."""
     num_threads: int = 1
     """CPU threads of PyTorch; XLA uses all cores that the process may use."""
+    nproc: int | None = None
+    """Ranks on this machine: replicas x context x pipeline x tensor-parallel ranks. PyTorch starts a process per rank,
+    JAX uses one device per rank in this process. None: the ranks of one replica."""
     log_interval: int = 20
     """Steps between printed rows."""
 
@@ -133,7 +136,7 @@ class TrainingRun:
     @property
     def microbatches_at_most(self) -> int:
         """Microbatches of a step on one replica, as far as the number of replicas is known."""
-        replicas = max(1, (getattr(self, "nproc", None) or 1) // self.model.model_parallel_size)
+        replicas = max(1, (self.nproc or 1) // self.model.model_parallel_size)
         return max(1, self.train.global_batch_size // self.train.microbatch // replicas)
 
     @property
@@ -141,9 +144,14 @@ class TrainingRun:
         """Rates by which recompute is chosen."""
         return Machine()
 
+    @property
+    def ranks_here(self) -> int:
+        """Number of processes to start on this machine, or of devices this process uses."""
+        return self.nproc or self.model.model_parallel_size
+
     def __post_init__(self) -> None:
-        for name in ("num_threads", "log_interval"):
-            if getattr(self, name) < 1:
+        for name in ("num_threads", "log_interval", "nproc"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.num_threads > (os.cpu_count() or 1):
             raise ValueError(
@@ -154,6 +162,8 @@ class TrainingRun:
 @dataclass(frozen=True)
 class Compare(TrainingRun):
     """Train one model in both backends side by side, from equal parameters on equal batches.
+
+    On a mesh, each backend has all ranks: PyTorch one process per rank, JAX one device per rank.
 
     Prints the losses of each step and then the gradient differences, largest first. Writes report.json and
     compare.png. Exits with code 1 if a loss or gradient differs by more than its tolerance.
@@ -192,12 +202,8 @@ class Train(TrainingRun):
     """Resume if the folder has a checkpoint, else start from step 0; for launchers that restart failed runs."""
     exit_step: int | None = None
     """Stop after this step of the whole run; a later run continues with resume."""
-    nproc: int | None = None
-    """Ranks on this machine: replicas x context x pipeline x tensor-parallel ranks. PyTorch starts a process per rank,
-    JAX uses one device per rank in this process. None: the ranks of one replica. Several machines: see
-    docs/composition.md."""
     join_timeout: float = 600.0
-    """Seconds from the start within which all processes must join."""
+    """Seconds from the start within which all processes must join. Several machines: see docs/composition.md."""
     coordinator_address: str | None = None
     """JAX on several machines: host:port of process 0, as jax.distributed.initialize takes it, with num_processes
     and process_id; auto: all three come from the cluster (Slurm, Open MPI, Kubernetes, TPU)."""
@@ -212,8 +218,6 @@ class Train(TrainingRun):
             raise ValueError(f"save_interval: expected at least 0, got {self.save_interval}")
         if self.exit_step is not None and self.exit_step < 1:
             raise ValueError(f"exit_step: expected at least 1, got {self.exit_step}")
-        if self.nproc is not None and self.nproc < 1:
-            raise ValueError(f"nproc: expected at least 1, got {self.nproc}")
         if not 0.0 < self.join_timeout <= LONGEST_TIMEOUT:
             raise ValueError(
                 f"join_timeout: expected more than 0 and at most {LONGEST_TIMEOUT:g} seconds, got {self.join_timeout}"

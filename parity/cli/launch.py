@@ -12,7 +12,7 @@ import time
 from diptych.plans.mesh import replica_settings
 from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.training import check_trainable
-from parity.cli.commands import Train
+from parity.cli.commands import Compare, Train, TrainingRun
 from parity.cli.processes import CHILD, end_with_parent, report_joined
 
 REPORT_SECONDS = 10.0
@@ -66,11 +66,27 @@ def check_processes(command: Train) -> None:
         remedy = f"give an --nproc that makes it a multiple of {n}"
     elif is_one_of_several():
         size = int(os.environ["WORLD_SIZE"])
+    _count_replicas(command, size, what, remedy)
+
+
+def count_replicas(command: Compare) -> int:
+    """Return the number of replicas of a comparison, after a check that ranks and the batch fit the model.
+
+    Raises:
+        ValueError: the number of ranks or the batch does not fit; the message names the setting.
+    """
+    n = command.model.model_parallel_size
+    return _count_replicas(command, command.ranks_here, "ranks", f"give --nproc {n}, or a multiple of it")
+
+
+def _count_replicas(command: TrainingRun, size: int, what: str, remedy: str) -> int:
+    n = command.model.model_parallel_size
     if size % n:
         raise ValueError(
             f"nproc: expected a multiple of {replica_settings(command.model)}={n} {what}, got {size}; {remedy}"
         )
     check_trainable(command.model, command.train, size // n)
+    return size // n
 
 
 def join_processes(device_type: str, timeout: float):
@@ -138,8 +154,18 @@ def join_devices(command: Train):
             heartbeat_timeout_seconds=math.ceil(min(command.model.pipeline_timeout, LONGEST_SILENCE)),
         )
         return make_mesh(command.model)
+    check_devices(command.ranks_here)
+    return make_mesh(command.model, jax.devices()[: command.ranks_here])
+
+
+def check_devices(wanted: int) -> None:
+    """Check that JAX has a device for each rank.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    import jax
+
     devices = jax.devices()
-    wanted = command.ranks_here
     if len(devices) < wanted:
         raise ValueError(f"nproc: expected at most the {len(devices)} devices of JAX, got {wanted}; lower --nproc")
-    return make_mesh(command.model, devices[:wanted])

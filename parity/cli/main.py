@@ -49,7 +49,7 @@ from diptych.plans.model.sampling import next_token, text_of
 from diptych.plans.schedule.csv import schedule_to_csv
 from diptych.plans.schedule.messages import PipelineError
 from diptych.plans.schedule.named import schedule_for
-from diptych.plans.training import NonFiniteLossError, check_microbatch, check_trainable
+from diptych.plans.training import NonFiniteLossError, check_microbatch
 from parity.cli.allocator import keep_freed_memory
 from parity.cli.commands import (
     Compare,
@@ -65,7 +65,9 @@ from parity.cli.commands import (
 )
 from parity.cli.flags import in_flags, parse
 from parity.cli.launch import (
+    check_devices,
     check_processes,
+    count_replicas,
     is_one_of_several,
     join_devices,
     join_processes,
@@ -164,14 +166,15 @@ def _load_backend(backend: str, params_dtype: str, num_threads: int = 1, ranks: 
 def _demands(run: TrainingRun) -> tuple[str, int, int, str]:
     """Return the arguments of _load_backend for a run."""
     model = run.model
-    return model.params_dtype, run.num_threads, model.model_parallel_size, model.impl
+    return model.params_dtype, run.num_threads, run.ranks_here, model.impl
 
 
 def _compare(command: Compare, console: Console) -> int:
     """Run ``diptych compare`` and return the exit code."""
-    check_trainable(command.model, command.train)
+    replicas = count_replicas(command)
     for backend in PACKAGES:
         _load_backend(backend, *_demands(command))
+    check_devices(command.ranks_here)
     from parity import compare, report
 
     corpus = load_corpus(command.data, tokenizer_beside(command.init))
@@ -189,6 +192,7 @@ def _compare(command: Compare, console: Console) -> int:
             loss_tolerance=command.loss_tolerance,
             gradient_tolerance=command.gradient_tolerance,
             parameters=None if command.init is None else initial_weights(_weights(command.init), command.model),
+            replicas=replicas,
             on_step=live.step,
         )
     console.print()
@@ -201,8 +205,7 @@ def _compare(command: Compare, console: Console) -> int:
 
 def _train(command: Train, console: Console) -> int:
     """Run ``diptych train`` and return the exit code."""
-    dtype, threads, _, impl = _demands(command)
-    module = _load_backend(command.backend, dtype, threads, command.ranks_here, impl)
+    module = _load_backend(command.backend, *_demands(command))
     place = _place(command)
     console.quiet |= (command.process_id or 0) > 0
     corpus = load_corpus(command.data, tokenizer_beside(command.init))
@@ -402,6 +405,7 @@ def _print_setting(run: TrainingRun, corpus, console: Console) -> None:
     console.print(
         f"{model.num_layers} layers, D={model.hidden_size}, {model.num_attention_heads} heads, {mhc}, "
         f"{model.compute_dtype}; T={model.seq_length}, batch {train.global_batch_size}, {train.train_iters} steps"
+        + (f"; {run.ranks_here} ranks" if run.ranks_here > 1 else "")
     )
     if any("recompute" in name and value for name, value in vars(model).items()):
         console.print(f"recompute, blocks: {describe_blocks(model)}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from diptych.plans.config import TransformerConfig
 from diptych.plans.model.values import VALUES
 from diptych.plans.offload import Use, check_num_prefetch_layers, describe_statistics
 from reference_torch.offload.activations import ActivationGroup
@@ -74,7 +75,7 @@ class TensorOffloadManager:
         *,
         parameters: bool = True,
         activations: bool = False,
-        activation_min_bytes: int = 2**20,
+        activation_min_bytes: int = TransformerConfig.activation_offload_min_bytes,
         activation_layers: Collection[int] | None = None,
         activation_values: Mapping[int, Collection[str]] | None = None,
         optimizer_state: bool = False,

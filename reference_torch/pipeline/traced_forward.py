@@ -22,6 +22,7 @@ from reference_torch.pipeline.partial_forward import Event, Number, Run, Trace, 
 from reference_torch.pipeline.payloads import TensorSpec
 from reference_torch.pipeline.python_randomness import PythonRandomness
 from reference_torch.pipeline.real_tensors import RealTensors, storage_of
+from reference_torch.recompute import internals
 
 
 class TracedModel(NamedTuple):
@@ -114,6 +115,8 @@ class _TracingRun(Run):
         self._changed: list[tuple[Tensor, int, Any]] = []
         """Tensors that an event has changed in place, with its part and what it called."""
         self._real = RealTensors(traced.enclosing)
+        self._is_transforming = False
+        """True if the enclosing code has applied a transform of torch.func to a fake tensor."""
         self._inner: list[Any] | None = None
         """Arguments of calls inside of an autograd function; None outside."""
         self._inner_submodules: list[str] = []
@@ -152,6 +155,7 @@ class _TracingRun(Run):
     def event(self, called: Any, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a call with fake tensors and list it."""
         self.check_randomness(f"before {name_of(called)}")
+        self._is_transforming |= _has_transformed((args, kwargs))
         before = contents((args, kwargs)) if isinstance(called, str) else {}
         versions = _versions((args, kwargs))
         everywhere = False
@@ -373,6 +377,8 @@ class _TracingRun(Run):
         """
         held = self._held.get(id(tensor))
         part = held.part if held else 0 if self.part == 0 else None
+        if part != self.part and is_direct and not held and self._is_transforming:
+            raise ValueError(_refuse_transform(f"a tensor {[*tensor.shape]} that one has made"))
         if part != self.part and (is_direct or (held and held.attribute)):
             found = f"attribute {held.attribute!r}" if held and held.attribute else f"a tensor {[*tensor.shape]}"
             where = f"in stage {part}" if held else "in another way"
@@ -416,6 +422,8 @@ def trace(traced: TracedModel, arguments: Any, device: torch.device | str, is_ex
         run.check_aliases()
         run.check_buffers({name: module._buffers[key] for name, (module, key) in owners.items()})
     except Exception as error:
+        if isinstance(error, RuntimeError) and internals.is_hooks_refusal(error):
+            raise ValueError(_refuse_transform("torch.func.grad or one that builds on it")) from error
         if not isinstance(error, ValueError) or not str(error).startswith(("cuts", "split_model")):
             error.add_note(
                 "split_model runs the model once with tensors that have shapes and no elements, to learn which tensors "
@@ -429,6 +437,25 @@ def trace(traced: TracedModel, arguments: Any, device: torch.device | str, is_ex
         missing = traced.cuts[run.part]
         raise ValueError(f"cuts: expected submodules that forward calls, got {missing!r}, which it did not call")
     return trace(traced, arguments, device, is_exact=True) if run.randomness.is_unsure else run.trace
+
+
+def _refuse_transform(found: str) -> str:
+    """Return the message for transforms in the enclosing code."""
+    return (
+        "split_model: expected the code around the cuts to apply torch.vmap and transforms of torch.func to no "
+        f"activation or parameter, got {found}; apply it in a submodule that one stage calls"
+    )
+
+
+def _has_transformed(value: Any) -> bool:
+    """Return True for arguments inside of torch.vmap or torch.func, which wraps tensors so that no part knows them."""
+    for leaf in pytree.tree_leaves(value):
+        inner = leaf
+        while isinstance(inner, Tensor) and internals.is_func_tensor(inner):
+            inner = torch._C._functorch.get_unwrapped(inner)  # pyright: ignore[reportAttributeAccessIssue]
+        if inner is not leaf and isinstance(inner, FakeTensor):
+            return True
+    return False
 
 
 def _versions(value: Any) -> list[tuple[Tensor, int]]:

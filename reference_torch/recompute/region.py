@@ -70,6 +70,9 @@ def replaying() -> Iterator[None]:
         _thread.depth -= 1
 
 
+_CAUSE = "was a module switched between train() and eval(), or called by functional_call, which takes its tensors back?"
+
+
 class Slot:
     """A storage among the outputs of a region, emptied after forward and refilled before its first reader."""
 
@@ -461,7 +464,7 @@ class Region:
             difference = self._operations.difference(operations, whole=False)
             return RecomputeMismatchError(
                 f"replay of {self.name!r}: expected {expected}, got {actual}; a recomputed call must do the same each "
-                f"time{f' ({difference}; was a module switched between train() and eval()?)' if difference else ''}"
+                f"time ({f'{difference}; ' if difference else ''}{_CAUSE})"
             )
 
         def record(tensor: Tensor) -> None:
@@ -493,7 +496,7 @@ class Region:
             raise RecomputeMismatchError(
                 f"replay of {self.name!r}: expected the operations and values of its forward, but {difference}; pass "
                 "what changes as an argument, change it after backward, and let a module update its own state outside "
-                "the call (was a module switched between train() and eval()?)"
+                f"the call ({_CAUSE})"
             )
         with self.state.on_streams():  # PyTorch 2.11 copies the outputs
             self._refill(outputs, recorded)

@@ -48,7 +48,7 @@ PROGRAMS = programs()
 TRAINED = """
 from parity.cli.main import main
 small = "--train-iters 2 --seq-length 24 --global-batch-size 2 --hidden-size 16 --eval-iters 1"
-main(["train", *small.split(), "--save", "runs/cross"])
+main(["train", *small.split(), "--save", "runs/using"])
 """
 BLOCKS = "\n".join(
     p.code.split("model = ")[0] for p in PROGRAMS if p.page == "everywhere.md" and "class Block" in p.code

@@ -91,7 +91,7 @@ def test_recipes_load_and_train_the_same_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("the quick brown fox\n" * 200)
     small = "--train-iters 2 --seq-length 24 --global-batch-size 2 --hidden-size 16 --eval-iters 1"
-    assert main(["train", *small.split(), "--data-path", "text.txt", "--save", "runs/cross"]) == 0
+    assert main(["train", *small.split(), "--data-path", "text.txt", "--save", "runs/using"]) == 0
     ending = "\nimport numpy\nnumpy.save('{}.npy', numpy.asarray({}))\n"
     run_script(RECIPES[0] + ending.format("torch", "output.detach()"), tmp_path)
     run_script(RECIPES[1] + ending.format("jax", "output"), tmp_path)

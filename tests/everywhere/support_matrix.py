@@ -209,7 +209,7 @@ class Cell:
         elif technique == "add_hyper_connections":
             add_hyper_connections(self.model, ["blocks.*"], num_residual_streams=2)
         elif technique == "offload_modules":
-            self.close = offload_modules(self.model, ["blocks.*"], activations=True).close
+            self.close = offload_modules(self.model, ["blocks.*"], activations=True, activation_min_bytes=1).close
         parts = split_model(self.model, ["blocks.1", "head"]) if technique == "PipelineExecutor" else [self.model]
         self.parts = [wrap(surroundings, part, mesh) for part in parts]
 

@@ -41,12 +41,12 @@ def test_programs_fit_a_multiprocessor(used):
 def test_report_in_the_docs_is_what_this_triton_says(used):
     import triton
 
-    from benchmarks.kernels_report import BEGIN, PAGE, printed, table
+    from benchmarks.kernels_report import BEGIN, PAGE, codes, printed, table
 
     found = printed(PAGE.read_text(), BEGIN)
     if f"Triton {triton.__version__}," not in found:
         pytest.skip("the table was made by another version of Triton")
-    assert found == table(used)
+    assert found == table(used, codes())
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_report_of_the_delta_rule_is_what_this_triton_says():
     """On sm_90 nothing spills; docs/kernels.md says what does on sm_80, and why."""
     import triton
 
-    from benchmarks.kernels_report import BEGIN_DELTA, PAGE, delta_rule_table, printed, resources
+    from benchmarks.kernels_report import BEGIN_DELTA, PAGE, codes, delta_rule_table, printed, resources
 
     used = resources(delta_rule=True)
     assert not {name for name in used if used[name][90].spilled}
@@ -62,7 +62,7 @@ def test_report_of_the_delta_rule_is_what_this_triton_says():
     assert max(targets[80].shared for targets in used.values()) <= 163 * 1024
     found = printed(PAGE.read_text(), BEGIN_DELTA)
     if f"Triton {triton.__version__}," in found:
-        assert found == delta_rule_table(used)
+        assert found == delta_rule_table(used, codes(delta_rule=True))
 
 
 @pytest.mark.parametrize("name", ["scan.scan_forward (outputs)", "scan.scan_backward (one decay, states)"])

@@ -89,6 +89,36 @@ def test_repeats_and_parts(rule, monkeypatch):
         assert error(c.double().cpu(), a.double().cpu()) <= 1e-5
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_cuda_graph_computes_what_calls_do(rule):
+    """Forward and backward of packed sequences, replayed for other numbers."""
+    chunk = partial(RULES[rule][0], cu_seqlens=torch.tensor([0, 130, 300], dtype=torch.int32), impl="triton")
+    (first, cotangents), _ = drawn(rule, (1, [0, 130, 300], 2, 1, 64, 64), 1.0)
+    (second, _), _ = drawn(rule, (1, [0, 130, 300], 2, 1, 64, 64), 0.02)
+    inputs = [torch.tensor(x, dtype=torch.float32, device="cuda", requires_grad=True) for x in first[:5]]
+    cotangent = torch.tensor(cotangents[0], dtype=torch.float32, device="cuda")
+
+    def step():
+        output, _ = chunk(*inputs)
+        return [output.detach(), *torch.autograd.grad(output, inputs, cotangent)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    for numbers in (first, second):
+        with torch.no_grad():
+            for x, number in zip(inputs, numbers, strict=False):
+                x.copy_(torch.tensor(number, dtype=torch.float32))
+        graph.replay()
+        for ours, expected in zip(replayed, step(), strict=True):
+            assert torch.equal(ours, expected)
+
+
 def test_more_than_65535_sequence_heads():
     batch, heads = 1100, 60
     q, k, v = (torch.randn(batch, 2, heads, 16, device="cuda") for _ in range(3))

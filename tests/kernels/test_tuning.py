@@ -1,5 +1,6 @@
 """How kernels are tuned: what is measured, kept, passed over, and written by benchmarks."""
 
+import gc
 import json
 import math
 from dataclasses import replace
@@ -11,10 +12,10 @@ import torch
 
 from diptych_kernels import aot as ahead
 from diptych_kernels import autodiff_rules as operations
+from diptych_kernels import device_tables, tuning
 from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels import launch_configs as launch
 from diptych_kernels import torch_backend as torch_ops
-from diptych_kernels import tuning
 from diptych_kernels.autodiff_rules import Sinkhorn
 from diptych_kernels.launch_configs import CANDIDATES, Block, Launch
 
@@ -108,12 +109,14 @@ def test_every_block_that_benchmarks_measure_is_compiled_before():
         assert blocks == {*tuning.candidates_of(named[group][name].build)}
 
 
-def test_tables_are_copied_once_per_layout_and_stream():
-    cpu = torch.device("cpu")
+def content_of(rows) -> tuple[torch.device, bytes, str, tuple[int, ...]]:
+    x = np.array(rows, np.int32)
+    return torch.device("cpu"), x.tobytes(), x.dtype.str, x.shape
 
+
+def test_tables_are_copied_once_per_layout_and_stream():
     def table(rows, stream=0):
-        x = np.array(rows, np.int32)
-        return torch_ops._table_on(cpu, stream, x.tobytes(), x.dtype.str, x.shape)
+        return device_tables.copied_table(stream, *content_of(rows))
 
     first = table([[0, 5], [5, 9]])
     assert torch.equal(first, torch.tensor([[0, 5], [5, 9]], dtype=torch.int32))
@@ -122,6 +125,18 @@ def test_tables_are_copied_once_per_layout_and_stream():
     assert not torch.equal(table([[0, 4], [4, 9]]), first)
     with torch.inference_mode():
         assert not table([[0, 1]]).is_inference()
+
+
+def test_a_graph_reads_tables_of_earlier_calls_and_keeps_them():
+    copied = device_tables.copied_table(3, *content_of([[0, 7]]))
+    address = copied.data_ptr()
+    assert device_tables.table_of_graph(*content_of([[0, 7]])) is copied
+    del copied
+    device_tables.copied_table.cache_clear()
+    gc.collect()
+    assert device_tables.table_of_graph(*content_of([[0, 7]])).data_ptr() == address
+    with pytest.raises(RuntimeError, match=r"cu_seqlens: expected the sequence offsets of an earlier call .*, got new"):
+        device_tables.table_of_graph(*content_of([[0, 8]]))
 
 
 def test_the_first_process_to_measure_decides_for_all(cache):

@@ -153,7 +153,7 @@ def test_the_example_runs(tmp_path):
         env=os.environ | {"PYTHONPATH": "."},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("equal, bit for bit\n")
+    assert done.stdout.endswith("bitwise equal\n")
 
 
 @pytest.mark.multiprocess

@@ -2,8 +2,6 @@
 
 import os
 import pickle
-import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -137,62 +135,13 @@ def step_seconds(config: TransformerConfig, count: int, times: tuple[float, floa
     return seconds[1:]
 
 
-# The pool's own.
-
-
-def rank_number() -> int:
-    return dist.get_rank()
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    """Write twice the argument into it."""
-    return x.mul_(2)
-
-
-def has_loaded(module: str) -> bool:
-    return module in sys.modules
+# Ranks that do not meet.
 
 
 def resume_each(config: TransformerConfig, train: TrainConfig, corpus: Corpus, paths: Sequence[Any]) -> int:
     """Every rank goes on from a path of its own, as if each machine had the folder on its own disk."""
     trainer = Trainer(config, train, corpus, device="cpu", mesh=make_mesh(config))
     return trainer.resume(paths[dist.get_rank()])
-
-
-class Held:
-    """What a rank may keep between two calls."""
-
-    def __init__(self, start: int) -> None:
-        self.value = start + dist.get_rank()
-
-    def add(self, number: int) -> int:
-        self.value += number
-        return self.value
-
-
-class Unreadable:
-    """An answer that can be sent, but not taken."""
-
-    def __reduce__(self) -> tuple:
-        return int, ("unreadable",)
-
-
-def misbehave(how: str, rank: int) -> int:
-    """What a rank may do besides answering."""
-    if dist.get_rank() == rank:
-        if how == "raise":
-            raise ValueError("of rank 1")
-        if how == "exit":
-            os._exit(7)
-        if how == "hang":
-            time.sleep(60)
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "unpicklable":
-            return lambda: None  # type: ignore[return-value]
-        if how == "unreadable":
-            return Unreadable()  # type: ignore[return-value]
-    return dist.get_rank()
 
 
 def meet_without_first(how: str) -> None:
@@ -206,15 +155,3 @@ def meet_without_first(how: str) -> None:
         gather({}, groups.pp)
     else:
         gather_texts("", groups)
-
-
-def keep_a_pool(path: str) -> None:
-    """In a process of its own: a pool whose ranks are busy; writes their process ids into a file."""
-    from reference_torch.rank_pool import RankPool
-
-    pool = RankPool(2)
-    pool.run("tests.pipeline.fault_jobs:rank_number")
-    with open(path + ".part", "w") as file:
-        file.write(" ".join(map(str, pool.process_ids())))
-    os.rename(path + ".part", path)
-    pool.run("tests.pipeline.fault_jobs:misbehave", "hang", 0)

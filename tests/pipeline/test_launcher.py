@@ -1,11 +1,10 @@
 """The launcher of ``diptych train --nproc``: whichever rank is killed, stopped or hangs, it ends, names it, and leaves
-no process; and pools of ranks come and go without a trace.
+no process.
 """
 
 import os
 import signal
 import sys
-import threading
 import time
 
 import pytest
@@ -15,10 +14,9 @@ from parity.cli import processes
 from parity.cli.commands import Train
 from parity.cli.launch import join_processes
 from parity.cli.processes import JOINED, report_joined, start_processes
-from reference_torch.rank_pool import RankPool
 from tests.fuzz.grammars.launcher import Fault, Program, check
-from tests.fuzz.harness import EQUAL, REFUSED, Growth
-from tests.pipeline.test_faults import gone, wait_until_gone
+from tests.fuzz.harness import EQUAL, REFUSED
+from tests.rank_processes import gone
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -180,41 +178,3 @@ REAL = {
 @pytest.mark.parametrize("name", REAL)
 def test_training_ends_whichever_rank_does_not_come(name):
     assert check(REAL[name]).verdict == REFUSED
-
-
-def test_ranks_begin_with_what_the_fork_server_has_loaded():
-    """PyTorch's compiler, and what tests/conftest.py names; neither is imported by the job."""
-    with RankPool(1) as pool:
-        for module in ("torch._dynamo", "tests.everywhere.pipeline_jobs"):
-            assert pool.run("tests.pipeline.fault_jobs:has_loaded", module) == [True], module
-        assert pool.run("tests.pipeline.fault_jobs:has_loaded", "mailbox") == [False]
-
-
-def test_pools_of_ranks_come_and_go():
-    """Thirty of them: no process, thread or open file is left, and memory does not grow."""
-
-    def use(pool: RankPool) -> None:
-        assert pool.run("tests.pipeline.fault_jobs:rank_number") == [0, 1]
-        pids.extend(pool.process_ids())
-
-    pids: list[int] = []
-    with RankPool(2) as pool:  # the fork server stays
-        use(pool)
-    before, files = Growth(), len(os.listdir("/proc/self/fd"))
-    for number in range(30):
-        pool = RankPool(2)
-        try:
-            use(pool)
-            if number % 3 == 1:  # some are left by an error, some while a rank is stopped
-                with pytest.raises(Exception, match="has no attribute 'nowhere'"):
-                    pool.run("tests.pipeline.fault_jobs:nowhere")
-            elif number % 3 == 2:
-                os.kill(pool.process_ids()[1], signal.SIGSTOP)
-        finally:
-            pool.close()
-    wait_until_gone(pids)
-    before.check(threads=0, mebibytes=16.0)
-    assert len(os.listdir("/proc/self/fd")) <= files
-    assert len(pids) == 62
-    assert len({*pids}) == 62
-    assert threading.active_count() == before.threads

@@ -365,6 +365,24 @@ class MiddleOfCheckpoint(Model):
         return self.c(checkpoint(lambda v: self.b(self.a(v)), x.requires_grad_(), use_reentrant=True))
 
 
+class Mapped(Model):
+    def forward(self, x):
+        return self.c(torch.vmap(torch.sin)(self.b(self.a(x))))
+
+
+class MappedSubmodule(Model):
+    def forward(self, x):
+        return self.c(torch.vmap(self.b)(self.a(x)))
+
+
+class Differentiated(Model):
+    def forward(self, x):
+        return self.c(torch.func.grad(lambda h: h.sin().sum())(self.b(self.a(x))))
+
+
+TRANSFORMED = r"apply torch\.vmap .* to no .* got a tensor \[2, 3\] that one has made; apply it in a submodule"
+
+
 class Refused(NamedTuple):
     model: type[Model]
     says: str
@@ -384,6 +402,11 @@ REFUSED = {
     "plain tensor": Refused(PlainCounter, r"got '\w+' on attribute 'steps', which every stage would change; assign"),
     "draw in place": Refused(InPlaceDraw, r"got 'normal_' on a tensor \[3\]; use torch.rand"),
     "changed buffer": Refused(Norms, r"buffer 'a\.running_mean', which .* in the stages \[0, 2\]; return a copy"),
+    "vmap of an activation": Refused(Mapped, TRANSFORMED),
+    "vmap of a submodule": Refused(MappedSubmodule, TRANSFORMED),
+    "gradient of an activation": Refused(
+        Differentiated, r"to no .* got torch\.func\.grad or one .*; apply it in a submodule"
+    ),
     "middle of a checkpoint": Refused(MiddleOfCheckpoint, "got 'b', called in the middle of .* use_reentrant=False"),
 }
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from reference_torch.rank_pool import RankPool
-from reference_torch.recompute import RecomputeUsageError, measure_memory, recompute_modules
+from reference_torch.recompute import RecomputeMismatchError, RecomputeUsageError, measure_memory, recompute_modules
 from tests.everywhere.torch_models import MODELS, NAMES, assert_same, build, step
 
 CHOSEN = {"blocks.*": ["norm", "activation", "dropout", "batch_norm"]}
@@ -472,6 +472,18 @@ def test_forwards_of_others_on_the_instance_stay():
     assert_same(step(found, inputs()), step(plain, inputs()))
     handle.remove()
     assert found.blocks[0].norm.forward is theirs
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_functional_call_is_named(requires_grad):
+    """It takes its parameters back before the replay, which then reads those of the module."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.GELU()), nn.Linear(4, 4)).double()
+    recompute_modules(model, {"0": ["0", "1"]})
+    others = {name: (p + 1.0).detach().requires_grad_(requires_grad) for name, p in model.named_parameters()}
+    x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+    loss = torch.func.functional_call(model, others, (x,)).square().sum()
+    with pytest.raises(RecomputeMismatchError, match=r"called by functional_call, which takes its tensors back\?"):
+        loss.backward()
 
 
 def test_an_input_changed_in_place_is_named():

@@ -1,6 +1,8 @@
 """What tests of tensor parallelism run on every rank of a pool."""
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -11,6 +13,7 @@ from diptych.plans.config import TrainConfig, TransformerConfig
 from parity.ranks import make_trainer
 from reference_torch.tensor_parallel import TensorParallel
 from tests.backends import tiny_corpus
+from tests.rank_processes import end_groups
 
 
 def gradients_of_logits(tokens: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -51,6 +54,16 @@ def _counting(found: Counter[str], name: str):
         return function(*args, **kwargs)
 
     return counted
+
+
+def losses_and_gradients(configs: Sequence[TransformerConfig], train: TrainConfig, step: int) -> list[Any]:
+    """Loss and gradients of one batch for each configuration, on the first rank; nothing on the others."""
+    found = []
+    for config in configs:
+        batch = tiny_corpus().batch(step, train.global_batch_size, config.seq_length)
+        found.append(make_trainer(config, train, tiny_corpus()).loss_and_gradients(batch, step))
+        end_groups()
+    return found if dist.get_rank() == 0 else []
 
 
 def embeddings(config: TransformerConfig, train: TrainConfig) -> list[np.ndarray]:

@@ -21,6 +21,9 @@ MESHES = {
     "experts": (2, 1, EXPERTS),
     "stages, replicas, mhc": (8, 2, {**TOKENS, **STAGES, **HYPER, **SELECTIVE}),
     "context, bf16": (4, 1, {"context_parallel_size": 2, "bf16": True, "params_dtype": "float32"}),
+    "context of stages": (8, 1, {**TOKENS, **STAGES, **HYPER, "context_parallel_size": 2}),
+    "FP8": (8, 2, {**TOKENS, **STAGES, "params_dtype": "float32", "fp8": "hybrid"}),
+    "FP8, histories": (4, 2, {"params_dtype": "float32", "fp8": "hybrid", "fp8_recipe": "delayed"}),
 }
 """Ranks, replicas, settings."""
 DAILY = ("tokens, replayed", "context, bf16")
@@ -37,10 +40,10 @@ def test_s1_bytes_on_the_wire_are_those_that_pytorch_sends(name):
     terms = {term.name: term for term in wire_traffic(config, 2, 4 // replicas, replicas)}
     total = {name: term.total for name, term in terms.items()}
     found = sum(sent, Counter())
-    n = config.tensor_model_parallel_size
-    rings = found["all_gather tp"] + found["reduce_scatter tp"]
-    sums = found["all_reduce tp"]
-    expected = total["inputs and outputs of regions"] + total.get("gradients of repeated parameters", 0)
+    n, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    rings = found.pop("all_gather tp", 0) + found.pop("reduce_scatter tp", 0)
+    sums = found.pop("all_reduce tp", 0)
+    expected = total.pop("inputs and outputs of regions") + total.pop("gradients of repeated parameters", 0)
     assert rings * n + sums * (n - 1) == expected * n
     for own, place in zip(sent, range(ranks), strict=True):
         pp_rank = place // n % config.pipeline_model_parallel_size
@@ -48,16 +51,16 @@ def test_s1_bytes_on_the_wire_are_those_that_pytorch_sends(name):
         names = ("inputs and outputs of regions", "gradients of repeated parameters")
         planned = sum(terms[name].by_rank[pp_rank] for name in names if name in terms)
         assert planned == pytest.approx(rings + sums * (n - 1) / n, abs=2)  # each term is rounded up
-    messages = total.get("activations", 0) + total.get("gradients of activations", 0)
-    assert found["isend pp"] == messages
-    copies = replicas * config.context_parallel_size
-    if copies > 1:
-        group = "all_reduce dp_cp" if config.context_parallel_size > 1 else "all_reduce dp"
-        assert found[group] * (copies - 1) == total["gradients of parameters"] * copies
-    if config.context_parallel_size > 1:
-        assert found["all_gather cp"] > 0
-        names = ("keys and values", "states and gradients", "tokens of convolutions")
-        assert found["all_gather cp"] + found["isend cp"] == sum(total[name] for name in names)
+    messages = total.pop("activations", 0) + total.pop("gradients of activations", 0)
+    assert found.pop("isend pp", 0) == messages
+    assert found.pop("all_reduce embedding", 0) == 2 * total.pop("gradient of tied embedding", 0)
+    copies = replicas * cp
+    group = "all_reduce dp_cp" if cp > 1 else "all_reduce dp"
+    assert found.pop(group, 0) * (copies - 1) == total.pop("gradients of parameters", 0) * copies
+    assert found.pop("all_reduce cp", 0) * (cp - 1) == total.pop("gradients of keys and values", 0) * cp
+    assert found.pop("all_gather cp", 0) + found.pop("isend cp", 0) == sum(total.values())
+    assert total.keys() == ({"keys and values", "states and gradients", "tokens of convolutions"} if cp > 1 else set())
+    assert not found, "bytes that the plan does not have"
 
 
 def test_exchanges_take_time_and_shares_of_layers_save_some():

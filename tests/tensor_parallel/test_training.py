@@ -19,6 +19,7 @@ from reference_torch.train import Trainer
 from reference_torch.transformer import GPTModel
 from tests.backends import rounds, tiny_corpus
 from tests.pipeline.test_training import trajectory, worst
+from tests.recompute.test_recompute import MODES
 from tests.tensor_parallel.jobs import logit_inputs
 from tests.test_documents import corpus_of_documents
 
@@ -78,6 +79,7 @@ PLAIN = {
     "enable_tensor_offload": False,
     "enable_activation_offload": False,
 }
+SIXTEEN = {**FOUR, **TOKENS, **STAGES, "context_parallel_size": 2}
 CUTS = {
     "two": {},
     "two, tokens": TOKENS,
@@ -105,6 +107,8 @@ CUTS = {
     "offload": {**TOKENS, **OFFLOAD},
     "all of it": {**TOKENS, **STAGES, **HYPER, **SELECTIVE, **OFFLOAD, "context_parallel_size": 2},
     "tokens counted": {**TOKENS, "calculate_per_token_loss": True},
+    "sixteen ranks, modules": {**SIXTEEN, **HYPER, **SELECTIVE},
+    "sixteen ranks, layers": {**SIXTEEN, "recompute_granularity": "full", "recompute_method": "block"},
 }
 # Batch 5 magnifies rounding in this one: JAX in one process differs from PyTorch by 4e-12 too, and in batch 0 by 1e-13.
 BATCHES = {"experts, tokens": 0}
@@ -131,6 +135,34 @@ def test_s1_torch_trains_as_one_process(cut):
     alone = undivided(replace(config, **PLAIN))
     with RankTrainer(config, TRAIN, corpus) as trainer:
         assert_same(trajectory(trainer, corpus), trajectory(Trainer(alone, TRAIN, corpus, device="cpu"), corpus))
+
+
+MESHES = {
+    "tp 2, pp 2": {**TOKENS, **STAGES},
+    "tp 2, cp 2": {**TOKENS, "context_parallel_size": 2},
+    "tp 4, pp 2": {**FOUR, **STAGES},
+    "tp 4, cp 2": {**FOUR, **TOKENS, "context_parallel_size": 2},
+    "tp 4, pp 2, cp 2": SIXTEEN,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_s1_every_recompute_mode_has_the_gradients_of_one_process(mesh):
+    deep = {"num_layers": 6, "layer_pattern": "attention,gdn+gelu+ffn=12,kda", "init_method_std": 0.1, **HYPER}
+    layout = {"pipeline_model_parallel_layout": "Ettt|tttL"} if "pp" in mesh else {}
+    shape = MESHES[mesh] | deep | layout | {"pipeline_timeout": 300.0}
+    configs = [replace(CONFIG, **shape, **mode) for mode in MODES.values()]
+    with RankPool(configs[0].model_parallel_size, 800.0) as pool:
+        found = pool.run("tests.tensor_parallel.jobs:losses_and_gradients", configs, TRAIN, 5)[0]
+    alone = undivided(replace(CONFIG, **deep))
+    batch = tiny_corpus().batch(5, TRAIN.global_batch_size, CONFIG.seq_length)
+    loss, gradients = Trainer(alone, TRAIN, tiny_corpus(), device="cpu").loss_and_gradients(batch, 5)
+    for mode, (ours, of_ranks) in zip(MODES, found, strict=True):
+        assert ours == pytest.approx(loss, rel=1e-12), mode
+        assert worst((of_ranks,), (gradients,))[0] <= 1e-12, mode
 
 
 @pytest.mark.multiprocess

@@ -26,11 +26,11 @@ from tests.test_documents import corpus_of_documents
 
 def main(folder: Path, rounds: int, cuts: list[str]) -> None:
     """Train every cut."""
-    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", 16)
     jax.config.update("jax_enable_x64", True)
     ops.ROUNDS = rounds
     for cut in cuts:
-        mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "pp", "tp")) if cut == REPLICAS else None
+        mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("dp", "pp", "tp")) if cut == REPLICAS else None
         config = replace(CONFIG, **(TOKENS | STAGES if cut == REPLICAS else CUTS[cut]))
         corpus = corpus_of_documents() if "tokens" in cut else tiny_corpus()
         found = trajectory(Trainer(config, TRAIN, corpus, mesh), corpus, BATCHES.get(cut, 5))

@@ -1,6 +1,6 @@
 """What runs is the schedule, in any type, with kernels, and no collective is inside a branch; bad input is named."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import partial
 
@@ -153,6 +153,35 @@ def traced(config: TransformerConfig, **options):
     staged = step.stage_parameters(nnx.split(model_of(config), nnx.Param)[1])
     tokens, targets = batch_of(3)
     return jax.make_jaxpr(lambda staged: step(staged, tokens, targets, STEP))(staged).jaxpr
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_backward_repeats_exchanges_of_tensor_parallel_ranks_only_with_full_recompute(tokens):
+    """A replay sums the output of each region again, or gathers its input; what follows the last sum reads it."""
+    ranks = {"tensor_model_parallel_size": 2, "sequence_parallel": tokens}
+    plain = replace(HYPER, vocab_size=12, hidden_dropout=0.0, **ranks)
+    modes = {
+        "none": {"recompute_granularity": None, "recompute_modules": ()},
+        "selective": {
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mhc", "layernorm", "core_attn", "activation", "mlp"),
+        },
+        "full": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "recompute_modules": (),
+        },
+    }
+    counts = {}
+    for name, mode in modes.items():
+        found = collectives(traced(replace(plain, **mode), backend="shard_map"))
+        counts[name] = Counter(name.removesuffix("_invariant") for name, _ in found)
+    assert counts["selective"] == counts["none"]
+    print(counts)
+    more = counts["full"] - counts["none"]
+    assert more
+    assert not counts["none"] - counts["full"]
 
 
 def test_collective_test_sees_one_that_jax_puts_in_a_branch(monkeypatch):

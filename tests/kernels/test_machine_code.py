@@ -1,0 +1,75 @@
+"""What the machine code of kernels at production shapes contains, without a GPU."""
+
+import sys
+
+import pytest
+
+from diptych_kernels import aot as ahead
+from diptych_kernels import machine_code
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
+
+LISTING = """
+.text.kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0020*/              @!P0 LDG.E.U16 R8, desc[UR4][R2.64] ;
+        /*0030*/                   LDGSTS.E.BYPASS.LTC128B.128 [R7], desc[UR4][R2.64] ;
+.L_x_0:
+        /*0040*/                   LDS.128 R12, [R7] ;
+        /*0050*/             @UP1  STG.E.64 desc[UR4][R2.64], R12 ;
+        /*0060*/               @P0 BRA `(.L_x_0) ;
+        /*0070*/                   BRA `(.L_x_1) ;
+        /*0080*/                   STG.E desc[UR4][R2.64], R12 ;
+        /*0090*/                   EXIT ;
+.L_x_2:
+        /*00a0*/                   BRA `(.L_x_2);
+        /*00b0*/                   NOP;
+"""
+
+
+def test_a_listing_is_read():
+    found = machine_code.read(LISTING)
+    assert found.instructions == 11
+    assert found.in_loops == 6
+    expected = [(16, False), (2, True), (16, True), (8, True), (4, False)]
+    assert [tuple(access) for access in found.accesses] == expected
+    assert found.wide_share == 32 / 40
+    assert found.narrow_in_loops == 1
+
+
+@pytest.fixture(scope="module")
+def codes():
+    from benchmarks.kernels_report import codes
+
+    return codes() | codes(delta_rule=True)
+
+
+WIDE = [
+    "coefficients.project_forward",
+    "coefficients.project_backward",
+    "coefficients.project_backward (read)",
+    *(f"streams.{name}" for name in ("aggregate_forward", "aggregate_backward", "write_forward", "write_backward")),
+    *(f"activations.{name}_{way}" for name in ("swiglu", "gelu") for way in ("forward", "backward")),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", WIDE)
+def test_tensors_move_in_accesses_of_sixteen_bytes(codes, name):
+    code = codes[name]
+    assert code.wide_share >= 0.9
+    assert sum(access.nbytes < 8 for access in code.accesses) <= 48, "more than coefficients"
+    assert not code.narrow_in_loops
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "num_warps", "expected"),
+    [(255, 0, 4, 2), (40, 57344, 8, 4), (32, 0, 4, 16), (128, 94208, 4, 2), (24, 100, 1, 32)],
+)
+def test_programs_of_a_multiprocessor(registers, shared, num_warps, expected):
+    """Limited by registers, shared memory, warps, shared memory, and the number of programs."""
+    used = ahead.Resources(registers, 0, shared, num_warps)
+    assert ahead.programs(used, 90) == expected
+    assert ahead.occupancy(used, 90) == expected * num_warps / 64
