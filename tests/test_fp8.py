@@ -22,7 +22,7 @@ from reference_torch import fp8 as in_torch
 from reference_torch.modules import Linear
 from reference_torch.pipeline.split_backward import DeferredWeightGradients
 from reference_torch.transformer import GPTModel
-from tests.backends import BACKENDS, model_gradients, normal, tiny_corpus, trainers
+from tests.backends import BACKENDS, backend_module, model_gradients, normal, tiny_corpus, trainers
 from tests.test_precision import CONFIG, TRAIN, apart, curve_of
 
 RECIPES = [plan.product_recipe(format, recipe) for format in ("e4m3", "hybrid") for recipe in ("current", "blockwise")]
@@ -281,6 +281,56 @@ def test_the_maps_of_the_list_multiply_quantised_arrays_and_no_others(config, re
     assert seen == {name: {name in plan.LINEAR_MAPS} for name in seen}
     found = {name.split(".")[-2] for name, _ in model.named_parameters() if ".linear_" in name and "weight" in name}
     assert found == seen.keys()
+
+
+STREAMS = replace(LAYERS, num_residual_streams=5)
+EXPERTS = replace(
+    STREAMS,
+    layer_pattern="attention+moe",
+    num_layers=1,
+    ffn_hidden_size=44,
+    num_moe_experts=40,
+    moe_ffn_hidden_size=12,
+    moe_shared_expert_intermediate_size=20,
+    moe_shared_expert_gate=True,
+)
+KEPT = {"head and embedding": 17, "inputs of mHC": 5 * 24, "coefficients of mHC": 5 * 7}
+"""Sizes that no quantised array of these models has: each belongs to one kind of map, and there are 16 tokens."""
+
+
+def quantised_sizes(backend: str, config: TransformerConfig, recipe: str) -> set[int]:
+    """The sizes of the axes of all arrays that a forward and a backward quantise."""
+    found = set()
+    right = backend_module(backend, "fp8").quantize
+
+    def quantize(x, *arguments, **options):
+        found.update(x.shape)
+        return right(x, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend_module(backend, "fp8"), "quantize", quantize)
+        patch.setattr(backend_module(backend, "grouped_fp8"), "quantize", quantize, raising=False)
+        config = replace(config, fp8="hybrid", fp8_recipe=recipe)
+        model_gradients(backend, config, tokens=TOKENS, cotangent=normal(1, 2, 8, 17), step=0)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_head_hyper_connections_routers_and_maps_of_few_outputs_are_not_quantised(backend, recipe):
+    layers = quantised_sizes(backend, STREAMS, recipe)
+    assert {24, 40} <= layers
+    assert not layers & {*KEPT.values(), 2}, "2: linear_beta, and linear_decay of gdn"
+    experts = quantised_sizes(backend, EXPERTS, recipe)
+    assert {24, 12, 20} <= experts
+    assert not experts & {*KEPT.values(), 40}, "40: the router"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_quantised_map_of_few_outputs_is_seen(backend, monkeypatch):
+    """A seeded bug: a map too many in the list."""
+    monkeypatch.setattr(plan, "LINEAR_MAPS", plan.LINEAR_MAPS | {"linear_beta"})
+    assert 2 in quantised_sizes(backend, STREAMS, "current")
 
 
 @pytest.mark.parametrize("recipe", ["current", "blockwise"])
