@@ -43,7 +43,7 @@ def test_a_listing_is_read():
 def codes():
     from benchmarks.kernels_report import codes
 
-    return codes() | codes(delta_rule=True)
+    return codes()
 
 
 WIDE = [

@@ -156,7 +156,7 @@ def traced(config: TransformerConfig, **options):
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-def test_backward_repeats_exchanges_of_tensor_parallel_ranks_only_with_full_recompute(tokens):
+def test_only_full_recompute_repeats_exchanges_of_tensor_parallel_ranks(tokens):
     """A replay sums the output of each region again, or gathers its input; what follows the last sum reads it."""
     ranks = {"tensor_model_parallel_size": 2, "sequence_parallel": tokens}
     plain = replace(HYPER, vocab_size=12, hidden_dropout=0.0, **ranks)
