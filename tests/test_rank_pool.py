@@ -152,6 +152,7 @@ def test_a_rank_that_dies_beside_processes_of_its_own_is_noticed():
             wait_until_gone([int(Path(folder, "pid").read_text())])
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX has threads, which the child does not need
 def test_a_fork_leaves_the_pool_to_its_parent():
     with RankPool(2) as pool:
         pool.run(f"{JOBS}:rank_number")
