@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kernels.inexact import inexact
+from tests.kernels.inexact import UNITS, inexact
 from tests.kernels.support import CASES, assert_within_budget, inputs_of
 from tests.kernels.test_delta_rule import RULES, drawn_arrays, within_budget
 
@@ -19,6 +19,15 @@ def test_kernels_of_streams_and_activations(name, size):
             assert_within_budget(CASES[name], inputs_of(CASES[name], *size, seed=3), dtype)
     assert changed or "aggregate" in name or "apply" in name or "write" in name, "nothing was inexact"
     assert changed["create_dot"] or name not in ("compute_mappings", "read_streams"), "no product was inexact"
+
+
+def test_larger_errors_are_seen(monkeypatch):
+    """Of a thousand times as many units."""
+    for name, units in UNITS.items():
+        monkeypatch.setitem(UNITS, name, 1000 * units)
+    for name in ("sinkhorn", "swiglu", "compute_mappings"):
+        with inexact(), pytest.raises(AssertionError, match=r"array \d: .* > "):
+            assert_within_budget(CASES[name], inputs_of(CASES[name], *SIZES[0], seed=3), "float32")
 
 
 @pytest.mark.parametrize("decay", [0.02, 1.0, 50.0])

@@ -128,11 +128,16 @@ def test_histories_and_shares_of_the_optimizer_go_on_on_other_meshes_and_in_the_
     alone.save(places["one"])
     assert_same_arrays(places["one"], places["jax"])
     whole = new_trainer("torch", undivided(SCALED), SCALED_TRAIN)
+    begun = weights_of(whole)
     steps(whole, 0, 5)
-    expected = whole.parameters()
-    for name, value in alone.parameters().items():
-        if not is_history(value.shape):
-            assert relative_difference(value, expected[name]) <= 0.02, name
+    moved = np.linalg.norm(weights_of(whole) - begun)
+    assert np.linalg.norm(weights_of(alone) - weights_of(whole)) <= 0.1 * moved
+
+
+def weights_of(trainer) -> np.ndarray:
+    """All parameters but histories, in one vector."""
+    found = sorted(trainer.parameters().items())
+    return np.concatenate([value.ravel() for _, value in found if not is_history(value.shape)])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
