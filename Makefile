@@ -10,6 +10,7 @@
 # make test-page     the page of a plan in a headless Chromium (apt-get install chromium)
 # make test-gpu      compile and run the kernels; needs one GPU
 # make bench-gpu     measure the kernels; needs one GPU
+# make kernels-report   registers, instructions and estimated times of all kernels and of two other libraries
 # make install       create the environment
 # make clean         remove what the other targets created
 #
@@ -60,7 +61,8 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_INSTALLED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 ON_GPU := PYTHONPATH=.:kernels JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON)
 
-.PHONY: install demo check test test-all docs test-gpu test-page bench bench-gpu composition faults fuzz clean
+.PHONY: install demo check test test-all docs test-gpu test-page bench bench-gpu kernels-report composition faults
+.PHONY: fuzz clean
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@echo "making $(VENV): about a minute, 2 GB"
@@ -104,6 +106,14 @@ test-all: $(PEERS) docs
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(NAME)
+
+# The libraries are not installed in .venv, because transformers would use fla there.
+build/peer_kernels: $(INSTALLED)
+	$(PIP) install -q --no-deps --target $@ fla-core==0.6.0 liger-kernel==0.8.5 einops==0.8.2
+
+kernels-report: build/peer_kernels
+	$(BIN)/python -m benchmarks.kernels_report
+	PYTHONPATH=build/peer_kernels $(BIN)/python -W ignore -m benchmarks.peer_kernels
 
 docs: $(SITE)
 	$(BIN)/sphinx-build -q -W --keep-going -c docs/generate/site . build/site

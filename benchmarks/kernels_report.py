@@ -1,18 +1,27 @@
-"""The tables in docs/kernels.md: resources of every kernel, compiled ahead of time for two GPUs.
+"""The tables in docs/kernels.md: resources and estimated times of every kernel, compiled ahead of time.
 
-python -m benchmarks.kernels_report          (make bench NAME=kernels_report: updates them)
+python -m benchmarks.kernels_report          (make kernels-report: updates them)
 """
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import triton
 from rich.progress import track
 
 from diptych_kernels import aot as ahead
+from diptych_kernels.launch_configs import Block
+from diptych_kernels.launch_times import GPUS, Counted, count
 from diptych_kernels.machine_code import MachineCode, machine_code
 
 PAGE = Path(__file__).parent.parent / "docs" / "kernels.md"
+RESULTS = Path(__file__).parent / "results"
+MEASURED = "nvidia-h100-80gb-hbm3-2026-11-27.json", "delta-rule-nvidia-h100-80gb-hbm3-2026-11-27.json"
+"""Measured times of kernels and of the delta rule's kernels, which the estimates are compared with."""
 BEGIN = "<!-- table: python -m benchmarks.kernels_report -->\n"
+BEGIN_TIMES = "<!-- table of times: python -m benchmarks.kernels_report -->\n"
+BEGIN_TOTALS = "<!-- table of totals: python -m benchmarks.kernels_report -->\n"
 END = "<!-- end of table -->\n"
 BEGIN_DELTA = "<!-- table of the delta rule: python -m benchmarks.kernels_report -->\n"
 TOKENS = 8192
@@ -93,6 +102,61 @@ def _table(
     return "\n".join(lines) + "\n"
 
 
+def measured_launches(names: Sequence[str] = ()) -> dict[str, tuple[Counted, float]]:
+    """Return the counts and the measured seconds of kernels, each with the block that was measured.
+
+    Args:
+        names: of the kernels; none: all that were measured.
+    """
+    found = {}
+    for file, is_delta_rule in zip(MEASURED, (False, True), strict=True):
+        for row in track(json.loads((RESULTS / file).read_text())["kernels"], "counting"):
+            name = row["kernel"]
+            if names and name not in names:
+                continue
+            blocks = {name.split(" (")[0].rsplit(".", 1)[1]: Block(*row["block"])}
+            if is_delta_rule:
+                recorded = ahead.delta_rule_production(tokens=TOKENS, heads=HEADS, dtype=DTYPE, blocks=blocks)
+            else:
+                recorded = ahead.production(TOKENS, STREAMS, WIDTH, DTYPE, blocks=blocks)
+            found[name] = count(recorded[name]), row["microseconds"] / 1e6
+    return found
+
+
+def times_table() -> str:
+    """Return the Markdown table of estimated and measured times."""
+    lines = [
+        f"Triton {triton.__version__}, sizes as above, with the blocks that were the fastest on the H100.\n",
+        "| kernel | warp instructions, millions | H100, estimated µs | limit | measured µs | estimated / measured "
+        "| H200, estimated µs | B200, estimated µs |",
+        "|---" * 8 + "|",
+    ]
+    for name, (counted, measured) in measured_launches().items():
+        times = {gpu: counted.on(rates) for gpu, rates in GPUS.items()}
+        here = times["H100"]
+        lines.append(
+            f"| {name} | {counted.instructions / 1e6:.1f} | {here.seconds * 1e6:.0f} | {here.limit} "
+            f"| {measured * 1e6:.0f} | {here.seconds / measured:.2f} "
+            f"| {times['H200'].seconds * 1e6:.0f} | {times['B200'].seconds * 1e6:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def totals_table() -> str:
+    """Return the Markdown table of the kernels of complete operations, with the default blocks."""
+    lines = [
+        f"Triton {triton.__version__}, {TOKENS} tokens in one sequence, K = V = 128, {DTYPE}, default blocks; in ms.\n",
+        "| operation | heads |" + "".join(f" {gpu}, forward | {gpu}, backward |" for gpu in GPUS),
+        "|---" * (2 + 2 * len(GPUS)) + "|",
+    ]
+    for name, per_channel, heads in (("KDA", True, 64), ("KDA", True, 32), ("GDN", False, 32)):
+        forward, backward = ahead.delta_rule_by_pass(per_channel, heads=heads, dtype=DTYPE, parts=1)
+        counts = [[count(entry) for entry in entries] for entries in (forward, backward)]
+        cells = [sum(each.on(gpu).seconds for each in entries) for gpu in GPUS.values() for entries in counts]
+        lines.append(f"| {name} | {heads} |" + "".join(f" {1e3 * cell:.2f} |" for cell in cells))
+    return "\n".join(lines) + "\n"
+
+
 def printed(page: str, begin: str) -> str:
     """Return the table that follows a marker in a page."""
     start = page.index(begin) + len(begin)
@@ -102,7 +166,12 @@ def printed(page: str, begin: str) -> str:
 def main() -> None:
     """Update the tables in the page."""
     page = PAGE.read_text()
-    tables = (BEGIN, table(resources(), codes())), (BEGIN_DELTA, delta_rule_table(resources(True), codes(True)))
+    tables = (
+        (BEGIN, table(resources(), codes())),
+        (BEGIN_DELTA, delta_rule_table(resources(True), codes(True))),
+        (BEGIN_TIMES, times_table()),
+        (BEGIN_TOTALS, totals_table()),
+    )
     for begin, text in tables:
         page = page.replace(begin + printed(page, begin) + END, begin + text + END)
     PAGE.write_text(page)

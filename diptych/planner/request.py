@@ -81,11 +81,14 @@ class PlanRequest:
     """Bandwidth of the device's memory, GB/s, for predicted times."""
     network_bandwidth: float = 50.0
     """Send bandwidth of a rank, GB/s, for predicted times."""
+    instruction_rate: float = 250.0
+    """Rate of the delta rule's kernels with impl="triton", billions of warp instructions per second, for predicted
+    times. An H100 reaches 200 to 350."""
     num_results: int = 10
     """Number of configurations that the search prints."""
 
     def __post_init__(self) -> None:
-        for name in ("link_bandwidth", "compute_rate", "memory_bandwidth", "network_bandwidth"):
+        for name in ("link_bandwidth", "compute_rate", "memory_bandwidth", "network_bandwidth", "instruction_rate"):
             if not LEAST_RATE <= getattr(self, name) <= MOST_RATE:
                 raise ValueError(
                     f"{name}: expected a number from {LEAST_RATE:g} to {MOST_RATE:g}, got {getattr(self, name)}"
@@ -201,4 +204,5 @@ class PlanRequest:
             memory_bandwidth=self.memory_bandwidth * 1e9,
             network_bandwidth=self.network_bandwidth * 1e9,
             link_bandwidth=self.link_bandwidth * 1e9,
+            instruction_rate=self.instruction_rate * 1e9,
         )

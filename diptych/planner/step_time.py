@@ -1,6 +1,8 @@
 """Predicted time of a training step on a machine of given rates: a roofline, operation by operation.
 
-An operation takes as long as its products or as its reads and writes, whichever is longer. The times of a stage's F, I
+An operation takes as long as its products or as its reads and writes, whichever is longer. With ``impl="triton"``, an
+operation that kernels run takes as long as their launches (diptych.planner.memory.kernel_work), each of which may also
+be limited by its instructions. The times of a stage's F, I
 and W are sums over its operations; I includes everything that is recomputed. The pipeline's schedule is then simulated
 with these times. Exchanges between context ranks are assumed not to overlap with computation and add to F and I. With
 the pipelined exchange, each context rank is one layer behind the rank before it (diptych.plans.schedule.wavefront).
@@ -9,7 +11,7 @@ After the last backward come the sum of gradients over the ranks of one stage, a
 Saved values of a layer that move to the host are copied during the forward of the next layer, and come back during the
 backward of that next layer. F and I wait for the rest of each copy.
 
-Not modelled: launch overhead, contention of messages, fused kernels, and other load of the machine.
+Not modelled: launch overhead, contention of messages, fused kernels of compilers, and other load of the machine.
 benchmarks/step_time.py compares the prediction with measured steps.
 """
 
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from diptych.planner.memory.kernel_work import KernelWork, Work
 from diptych.planner.memory.nodes import Node
 from diptych.planner.memory.offload import MovingValues
 from diptych.planner.memory.ranks import share_bytes
@@ -52,6 +55,8 @@ class Machine:
     """Latency of a message, seconds."""
     link_bandwidth: float = 50e9
     """Bandwidth between host and device, bytes per second."""
+    instruction_rate: float = 250e9
+    """Rate of the kernels of the delta rule, warp instructions per second; an H100 reaches 200e9 to 350e9."""
     operation_latency: float = 0.0
     """Overhead of each operation beside its work, seconds."""
 
@@ -65,6 +70,12 @@ class Machine:
     def seconds(self, flops: float, moved: float) -> float:
         """Return the seconds of an operation with so many floating-point operations and bytes read and written."""
         return max(flops / self.compute_rate, moved / self.memory_bandwidth) + self.operation_latency
+
+    def seconds_of_launches(self, launches: Sequence[Work]) -> float:
+        """Return the seconds of the launches of kernels, one after the other."""
+        return sum(
+            max(self.seconds(work.flops, work.moved), work.instructions / self.instruction_rate) for work in launches
+        )
 
 
 class StageTime(NamedTuple):
@@ -147,18 +158,19 @@ class StageTimes:
     ) -> "tuple[StageTime, tuple[int, ...]]":
         """Return the times of a recompute block's layers, and the bytes of each layer that move to the host."""
         least = config.activation_offload_min_bytes
-        key = layer_settings, block.kind, block.modules, batch, config.cp_exchange, least, *_sharing(config)
+        how = config.cp_exchange, least, _in_kernels(config)
+        key = layer_settings, block.kind, block.modules, batch, *how, *_sharing(config)
         if key not in self._blocks:
             builder = stage_builder(config, batch)
             layers = {}
             x = builder.hidden()
             for number in block.layers:
                 layers[number], x = builder.layer(number, x)
-            timed = _Timed(self.machine, _moving(config, layer_settings, block))
+            timed = _Timed(self.machine, _moving(config, layer_settings, block), _in_kernels(config))
             timed.run([], layers, [block], [])
             forward_wait, backward_wait = _exchanged(config, block, batch, self.machine)
             nodes = [node for layer in layers.values() for node in layer.nodes]
-            inputs, weights = _gradient_times(nodes, self.machine)
+            inputs, weights = _gradient_times(nodes, self.machine, _in_kernels(config))
             packing = [_moved(node) for node in nodes if node.is_packing]
             unpacking = [2 * node.unpacked for node in nodes if node.unpacked]
             time = StageTime(
@@ -215,12 +227,12 @@ class StageTimes:
         return parts
 
     def _end(self, config: TransformerConfig, name: str, batch: int) -> StageTime:
-        key = name, batch, *_sharing(config)
+        key = name, batch, _in_kernels(config), *_sharing(config)
         if key not in self._found:
             builder = stage_builder(config, batch)
             nodes = builder.embedding()[0] if name == "embedding" else builder.head(builder.hidden())
-            forward = sum(self.machine.seconds(node.flops, _moved(node)) for node in nodes)
-            inputs, weights = _gradient_times(nodes, self.machine)
+            forward = sum(_forward_time(node, self.machine, _in_kernels(config)) for node in nodes)
+            inputs, weights = _gradient_times(nodes, self.machine, _in_kernels(config))
             ahead, back = _waits(end_exchanges(config, name, batch), self.machine)
             self._found[key] = StageTime(forward + ahead, inputs + back, weights, 0.0, ahead + back, 0.0)
         return self._found[key]
@@ -358,31 +370,54 @@ def _exchanged(config: TransformerConfig, block: RecomputeBlock, batch: int, mac
     return forward, backward
 
 
+def _in_kernels(config: TransformerConfig) -> bool:
+    """Return whether kernels run operations; impl="auto" is predicted as the reference."""
+    return config.impl == "triton"
+
+
+def _kernels(node: Node, in_kernels: bool) -> KernelWork | None:
+    """Return the launches that run an operation; None if the framework runs it."""
+    return node.kernels if in_kernels else None
+
+
 def _moved(node: Node) -> int:
     return sum(value.size for value in [*node.reads, *node.writes] if not value.is_view)
 
 
-def _gradient_times(nodes: Sequence[Node], machine: Machine) -> tuple[float, float]:
+def _forward_time(node: Node, machine: Machine, in_kernels: bool) -> float:
+    """Return the seconds of an operation's forward."""
+    kernels = _kernels(node, in_kernels)
+    if kernels is not None:
+        return machine.seconds_of_launches(kernels.forward)
+    return machine.seconds(node.flops, _moved(node) + node.inner_moved[0])
+
+
+def _gradient_times(nodes: Sequence[Node], machine: Machine, in_kernels: bool) -> tuple[float, float]:
     """Return the seconds of the operations' I and W."""
     inputs = 0.0
     weights = 0.0
     for node in nodes:
         saved = sum(value.size for value in node.saves) + 2 * node.unpacked
         gradients = _moved(node)
-        if node.is_linear:  # one product for the input's gradient, one for the weight's
+        kernels = _kernels(node, in_kernels)
+        if kernels is not None:
+            inputs += machine.seconds_of_launches(kernels.backward)
+        elif node.is_linear:  # one product for the input's gradient, one for the weight's
             inputs += machine.seconds(node.flops, gradients + node.parameters)
             weights += machine.seconds(node.flops, saved + gradients // 2 + node.parameters)
         else:
-            inputs += machine.seconds(2 * node.flops + node.recomputed_flops, saved + gradients + node.parameters)
+            moved = saved + gradients + node.parameters + node.inner_moved[1]
+            inputs += machine.seconds(2 * node.flops + node.recomputed_flops, moved)
     return inputs, weights
 
 
 class _Timed(Simulation):
     """A memory simulation that also sums up the time of forward and of recomputation in backward."""
 
-    def __init__(self, machine: Machine, moving: MovingValues) -> None:
+    def __init__(self, machine: Machine, moving: MovingValues, in_kernels: bool) -> None:
         super().__init__(moving=moving)
         self._machine = machine
+        self._in_kernels = in_kernels
         self._is_backward = False
         self.forward = 0.0
         self.replayed = 0.0
@@ -393,7 +428,7 @@ class _Timed(Simulation):
 
     def _make(self, node: Node) -> None:
         super()._make(node)
-        seconds = self._machine.seconds(node.flops, _moved(node))
+        seconds = _forward_time(node, self._machine, self._in_kernels)
         if self._is_backward:
             self.replayed += seconds
         else:

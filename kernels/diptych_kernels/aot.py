@@ -133,10 +133,19 @@ def launches_of(
         inputs: shapes and types of its inputs; None for missing ones.
         blocks: block by kernel; None, or a missing kernel: its default block.
     """
+    forward, backward = launches_by_pass(operation, static, inputs, blocks)
+    return [*forward, *backward]
+
+
+def launches_by_pass(
+    operation: Operation, static: Any, inputs: Sequence[Shape | None], blocks: dict[str, Block] | None = None
+) -> tuple[list[Recorded], list[Recorded]]:
+    """Return the launches of the forward of an operation, and those of its backward; arguments as for launches_of."""
     recorder = Recorder(blocks)
     outputs, saved = operation.forward(recorder, static, *inputs)
+    after_forward = len(recorder.launches)
     operation.backward(recorder, static, saved, *(Shape(x.shape, x.dtype) for x in outputs))
-    return recorder.launches
+    return recorder.launches[:after_forward], recorder.launches[after_forward:]
 
 
 def everything(
@@ -187,7 +196,13 @@ def everything(
     ]
 
 
-def delta_rule(
+def delta_rule(per_channel: bool, **sizes: Any) -> list[Recorded]:
+    """Return all launches of the delta rule on one sequence in parts; arguments as for delta_rule_by_pass."""
+    forward, backward = delta_rule_by_pass(per_channel, **sizes)
+    return [*forward, *backward]
+
+
+def delta_rule_by_pass(
     per_channel: bool,
     tokens: int = 8192,
     heads: int = 32,
@@ -196,8 +211,8 @@ def delta_rule(
     dtype: str = "bfloat16",
     parts: int = 4,
     blocks: dict[str, Block] | None = None,
-) -> list[Recorded]:
-    """Return all launches of the delta rule on one sequence in parts.
+) -> tuple[list[Recorded], list[Recorded]]:
+    """Return the launches of the delta rule's forward and of its backward, on one sequence in parts.
 
     With one decay per head (``per_channel`` is False), two value heads share one head of q and k.
 
@@ -213,17 +228,17 @@ def delta_rule(
     """
     chunks = math.ceil(tokens / 64)
     state_dtype = wide(dtype)
-    queries = Shape((tokens, heads if per_channel else heads // 2, key), dtype)
+    queries, keys = (Shape((tokens, heads if per_channel else heads // 2, key), dtype) for _ in range(2))
     inputs = [
         queries,
-        queries,
+        keys,
         Shape((tokens, heads, value), dtype),
         Shape((tokens, heads, key) if per_channel else (tokens, heads), state_dtype),
         Shape((tokens, heads), dtype),
         Shape((1, heads, key, value), state_dtype),
         *[Shape((count, width), "int32") for count, width in ((chunks, 2), (1, 3), (parts, 3))],
     ]
-    return launches_of(DELTA_RULE, DeltaRule(per_channel, key**-0.5, 64, parts=parts), inputs, blocks)
+    return launches_by_pass(DELTA_RULE, DeltaRule(per_channel, key**-0.5, 64, parts=parts), inputs, blocks)
 
 
 def delta_rule_production(**sizes: Any) -> dict[str, Recorded]:
@@ -322,7 +337,20 @@ def resources(recorded: Recorded, capability: int) -> Resources:
     Raises:
         subprocess.CalledProcessError: ptxas rejects the kernel.
     """
-    compiled = compile_ahead(recorded, capability)
+    return resources_of(compile_ahead(recorded, capability), capability, recorded.launch.num_warps)
+
+
+def resources_of(compiled: Any, capability: int, num_warps: int) -> Resources:
+    """Return the resources that a kernel uses.
+
+    Args:
+        compiled: what triton.compile returned.
+        capability: compute capability, such as 90 for sm_90.
+        num_warps: warps per program.
+
+    Raises:
+        subprocess.CalledProcessError: ptxas rejects the kernel.
+    """
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
@@ -331,7 +359,7 @@ def resources(recorded: Recorded, capability: int) -> Resources:
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = int(re.findall(r"Used (\d+) registers", printed)[-1])
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", printed)))
-    return Resources(registers, spilled, compiled.metadata.shared, recorded.launch.num_warps)
+    return Resources(registers, spilled, compiled.metadata.shared, num_warps)
 
 
 def programs(used: Resources, capability: int) -> int:

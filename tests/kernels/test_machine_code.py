@@ -1,4 +1,4 @@
-"""What the machine code of kernels at production shapes contains, without a GPU."""
+"""What the machine code of kernels at production shapes contains and executes, without a GPU."""
 
 import sys
 
@@ -6,33 +6,57 @@ import pytest
 
 from diptych_kernels import aot as ahead
 from diptych_kernels import machine_code
+from diptych_kernels.machine_code import Loop
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 
+SOURCE = """
+def kernel():
+    for start in range(0, K, BK):  # of the tiles
+        for row in range(start // BK):
+            pass
+    return tl.sum(x)
+"""
 LISTING = """
 .text.kernel:
+	//## File "{path}", line 2
         /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0010*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
 .L_x_1:
+	//## File "{path}", line 4 inlined at "{path}", line 3
         /*0020*/              @!P0 LDG.E.U16 R8, desc[UR4][R2.64] ;
         /*0030*/                   LDGSTS.E.BYPASS.LTC128B.128 [R7], desc[UR4][R2.64] ;
 .L_x_0:
         /*0040*/                   LDS.128 R12, [R7] ;
         /*0050*/             @UP1  STG.E.64 desc[UR4][R2.64], R12 ;
         /*0060*/               @P0 BRA `(.L_x_0) ;
+	//## File "{path}", line 3
         /*0070*/                   BRA `(.L_x_1) ;
+	//## File "{path}", line 6
         /*0080*/                   STG.E desc[UR4][R2.64], R12 ;
         /*0090*/                   EXIT ;
+        /*0098*/                   BRA `(.L_x_0) ;
 .L_x_2:
         /*00a0*/                   BRA `(.L_x_2);
         /*00b0*/                   NOP;
 """
 
 
-def test_a_listing_is_read():
-    found = machine_code.read(LISTING)
-    assert found.instructions == 11
+def test_a_listing_is_read(tmp_path):
+    """Only branches of for statements are loops; the one after EXIT leaves code that was moved to the end."""
+    path = tmp_path / "kernel.py"
+    path.write_text(SOURCE)
+    found = machine_code.read(LISTING.replace("{path}", str(path)))
+    assert found.instructions == 12
     assert found.in_loops == 6
+    inner = Loop("for row in range(start // BK):", 3, ())
+    assert found.loops == (Loop("for start in range(0, K, BK):", 3, (inner,)),)
+    assert found.executed({"K": 64, "BK": 16}) == 6 + 4 * 3 + (0 + 1 + 2 + 3) * 3
+    assert found.executed({"K": 64, "BK": 16}, [inner.statement]) == 6 + 4 * 3
+    with pytest.raises(ValueError, match=r"values: expected all names of 'for start in range\(0, K, BK\):'; name 'BK'"):
+        found.executed({"K": 64})
+    with pytest.raises(ValueError, match="statement: expected a for statement over a range, got 'for x in xs:'"):
+        Loop("for x in xs:", 3, ()).executed({})
     expected = [(16, False), (2, True), (16, True), (8, True), (4, False)]
     assert [tuple(access) for access in found.accesses] == expected
     assert found.wide_share == 32 / 40

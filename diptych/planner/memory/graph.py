@@ -1,8 +1,10 @@
 """A model's operations as PyTorch's eager autograd runs them, with the bytes that each reads, writes and saves."""
 
+from diptych.planner.memory import kernel_work
+from diptych.planner.memory.kernel_work import KernelWork
 from diptych.planner.memory.nodes import Layer, Node, Value
 from diptych.planner.memory.operations import ITEM_SIZES, PACKED_IN, OperationBuilder
-from diptych.planner.memory.rule import RuleShape, rule_scratch
+from diptych.planner.memory.rule import RuleShape, rule_moved, rule_scratch
 from diptych.plans.activation_storage import ACTIVATION_INPUT
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
 from diptych.plans.model.layers import LayerConfig
@@ -146,6 +148,7 @@ class GraphBuilder(OperationBuilder):
         mixed = Value("mixed", x.size)
         phi = self.weights[f"{name}.phi"]
         iterates = 2 * self.config.sinkhorn_iterations * (square + streams) * self.tokens * self.wide
+        own = len(nodes)
         nodes += [
             self._projection(x, projected, phi, region),
             Node([projected], [rows], [projected], region, backward_scratch=projected.size),
@@ -159,7 +162,16 @@ class GraphBuilder(OperationBuilder):
             Node([x, pre], [aggregated], [x, pre], region, flops=read),
             Node([x, res], [mixed], [x, res], region, flops=streams * read),
         ]
+        for node in nodes[own:]:
+            node.kernels = KernelWork()  # of the few launches that do the work of all
+        nodes[own].kernels = kernel_work.mappings(*self._stream_sizes)
+        nodes[-2].kernels = kernel_work.aggregate(*self._stream_sizes)  # the streams are mixed when they are written
         return aggregated, mixed, h_post
+
+    @property
+    def _stream_sizes(self) -> tuple[int, int, int, int, int]:
+        """Tokens, streams, channels of a stream, and bytes of an element and of a coefficient."""
+        return self.tokens, self.streams, self.config.hidden_size, self.item, self.wide
 
     def _projection(self, x: Value, projected: Value, phi: int, region: tuple[str, ...]) -> Node:
         """Return the projection of the streams, divided by their root mean square; phi: bytes of its weight."""
@@ -173,6 +185,8 @@ class GraphBuilder(OperationBuilder):
         x = self.hidden()
         region = ("residual_streams",)
         dropout = self.config.hidden_dropout > 0
+        own = len(nodes)
+        is_mixed = h_post is not None
         h_post = None if h_post is None else self._cast(nodes, h_post, self.item, region)
         if h_post is None:
             source = output
@@ -190,6 +204,10 @@ class GraphBuilder(OperationBuilder):
             nodes.append(Node([dropped, mixed], [x], [], region))
         else:
             nodes.append(Node([output, h_post, mixed], [x], [output, h_post], region))
+        for node in nodes[own:] if is_mixed else ():
+            node.kernels = KernelWork()
+        if is_mixed:
+            nodes[-1].kernels = kernel_work.write(*self._stream_sizes)
         return x
 
     def _attention(self, nodes: list[Node], normed: Value, name: str) -> Value:
@@ -298,6 +316,8 @@ class GraphBuilder(OperationBuilder):
         rule = Node(
             inputs, writes, saves, ("core_attn",), parameters, forward, backward, flops=flops, recomputed_flops=flops
         )
+        rule.inner_moved = rule_moved(shape)
+        rule.kernels = kernel_work.delta_rule(shape)
         nodes.append(rule)
         return attended
 
@@ -370,16 +390,18 @@ class GraphBuilder(OperationBuilder):
             activated = Value("activation", fc1.size // (1 if layer.activation == "gelu" else 2))
             nodes += self._packed_activation(fc1, activated, width, within)
             return activated
-        if layer.activation == "gelu":
+        is_gated = layer.activation != "gelu"
+        kernels = kernel_work.activation(fc1.size // (2 if is_gated else 1) // self.item, is_gated, self.item)
+        if not is_gated:
             activated = Value("activation", fc1.size)
-            nodes.append(Node([fc1], [activated], [fc1], within))
+            nodes.append(Node([fc1], [activated], [fc1], within, kernels=kernels))
             return activated
         activated = Value("activation", fc1.size // 2)
         silu = Value("silu of the gate", fc1.size // 2)
         gate, value = (Value("half of fc1", silu.size, is_view=True) for _ in range(2))
-        nodes.append(Node([fc1], [gate, value], [], ("mlp_output",)))
-        nodes.append(Node([gate], [silu], [fc1], within))
-        nodes.append(Node([silu, value], [activated], [silu, fc1], within))
+        nodes.append(Node([fc1], [gate, value], [], ("mlp_output",), kernels=KernelWork()))
+        nodes.append(Node([gate], [silu], [fc1], within, kernels=KernelWork()))
+        nodes.append(Node([silu, value], [activated], [silu, fc1], within, kernels=kernels))
         return activated
 
     def _mixture_of_experts(self, nodes: list[Node], normed: Value, name: str, layer: LayerConfig) -> Value:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from diptych.planner.memory.kernel_work import KernelWork
+
 
 @dataclass(eq=False)
 class Value:
@@ -39,12 +41,16 @@ class Node:
     """Part of flops that its backward recomputes, beside two products for each product of forward."""
     widens_gradient: bool = False
     """True if the gradient of its weight is widened once backward has released what the operation has saved."""
+    inner_moved: tuple[int, int] = (0, 0)
+    """Bytes that an operation of many steps moves between them, in forward and in backward."""
     unpacked: int = 0
     """Bytes that backward writes when it reads a value that was saved in 8 bits."""
     is_packing: bool = False
     """True for the operation that packs a value in 8 bits."""
     is_linear: bool = False
     """True for a linear map, whose weight gradient a split backward leaves to W; others compute it in I."""
+    kernels: KernelWork | None = None
+    """Launches in place of the operation with ``impl="triton"``; None: there are no kernels for it."""
 
 
 @dataclass

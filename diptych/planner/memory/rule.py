@@ -122,6 +122,20 @@ def rule_scratch(shape: RuleShape) -> tuple[int, int]:
     return round(_bytes(shape, FORWARD[shape.kind], full)), round(most)
 
 
+def rule_moved(shape: RuleShape) -> tuple[int, int]:
+    """Return the bytes that the steps of the rule move at least, in forward and in backward.
+
+    Every array of all segments is written and read once. Backward runs forward again.
+
+    Args:
+        shape: sizes of the call, with complete sequences.
+    """
+    chunks = -(-shape.length // shape.chunk)
+    forward = 2 * _bytes(shape, FORWARD[shape.kind], chunks)
+    most = max(_bytes(shape, moment.own, chunks) for moment in MOMENTS[shape.kind])
+    return int(forward), int(forward + 2 * most)
+
+
 def _bytes(shape: RuleShape, alive: Alive, chunks: int) -> float:
     """Return the bytes of a segment's arrays."""
     state = shape.key * shape.value

@@ -308,7 +308,9 @@ def _words(request: PageRequest) -> list[list[str]]:
         [
             "machine",
             f"{machine.compute_rate / 1e12:g} TFLOP/s, {machine.memory_bandwidth / 1e9:g} GB/s of memory, "
-            f"{machine.network_bandwidth / 1e9:g} GB/s between ranks, {machine.link_bandwidth / 1e9:g} GB/s to hosts",
+            f"{machine.network_bandwidth / 1e9:g} GB/s between ranks, {machine.link_bandwidth / 1e9:g} GB/s to hosts"
+            + f", {machine.instruction_rate / 1e9:g} billion warp instructions/s"
+            * (config.impl == "triton"),
         ],
     ]
     if config.enable_tensor_offload or config.enable_activation_offload:

@@ -17,7 +17,7 @@ from diptych.planner.reports.mesh import add_rows
 from diptych.planner.reports.schedule import IN_JAX, with_schedule
 from diptych.planner.request import PlanRequest, parse_bytes
 from diptych.planner.stage_costs import read_stage_costs
-from diptych.planner.step_time import Machine, StageTimes, costs_of
+from diptych.planner.step_time import StageTimes, costs_of
 from diptych.planner.timeline import draw_timelines, timeline_of
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Schedule
@@ -126,11 +126,7 @@ def stage_costs(command: PlanRequest, config: TransformerConfig) -> Costs:
         if has_bytes:
             return costs
     else:
-        machine = Machine(
-            compute_rate=command.compute_rate * 1e12,
-            memory_bandwidth=command.memory_bandwidth * 1e9,
-            network_bandwidth=command.network_bandwidth * 1e9,
-        )
+        machine = command.machine
         costs = costs_of(config, StageTimes(machine).of(config, batch), batch, machine)
     memory = predict_stages(config, batch)
     return replace(
