@@ -33,6 +33,8 @@ TOKENS = 8192
 STREAMS = 4
 WIDTH = 4096
 CHANNELS = 128
+MOST_SPILLED = 1024
+"""Bytes per thread; the estimate does not know what spilling more costs."""
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
 
 
@@ -156,12 +158,12 @@ def estimated(candidates: list[PeerLaunch]) -> Peer:
 
 
 def _estimated(launch: PeerLaunch) -> Peer | None:
-    """Return what a candidate uses and executes; None if it does not fit a multiprocessor."""
+    """Return what a candidate uses and executes; None if it does not fit a multiprocessor or spills a lot."""
     compiled = compile_launch(launch)
     code = machine_code(compiled)
     used = ahead.resources_of(compiled, CAPABILITY, launch.options["num_warps"])
     resident = ahead.programs(used, CAPABILITY)
-    if not resident:
+    if not resident or used.spilled > MOST_SPILLED:
         return None
     counted = Counted(
         moved_bytes(launch),
