@@ -211,10 +211,28 @@ def swiglu() -> Callable[[], tuple[torch.Tensor, ...]]:
     return lambda: (LigerSiLUMulFunction.apply(gate, up),)
 
 
+def hyper_connection() -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Return the call of Liger's hyper-connection around a sublayer whose output is given."""
+    from liger_kernel.transformers import functional
+
+    x = _meta(TOKENS, STREAMS, WIDTH)
+    y = _meta(TOKENS, WIDTH)
+    phi = _meta(STREAMS * WIDTH, STREAMS * (STREAMS + 2))
+    bias = _meta(STREAMS * (STREAMS + 2), dtype=torch.float32)
+    alpha = [_meta(dtype=torch.float32) for _ in range(3)]
+
+    def call() -> tuple[torch.Tensor, ...]:
+        h_pre, h_post, h_res = functional.liger_mhc_coeffs(x, phi, bias, *alpha)
+        return functional.liger_mhc_pre(x, h_pre), functional.liger_mhc_post_res(x, y, h_post, h_res)
+
+    return call
+
+
 OPERATIONS: dict[str, Callable[[], Callable[[], tuple[torch.Tensor, ...]]]] = {
     "KDA, 64 heads": lambda: kda(64),
     "KDA, 32 heads": lambda: kda(32),
     "GDN, 32 heads": lambda: gdn(32),
+    "hyper-connection, 4 streams": hyper_connection,
     "SwiGLU": swiglu,
 }
 
