@@ -13,14 +13,14 @@ from diptych.plans.schedule.named import (
     num_warmup_microbatches,
 )
 from diptych.plans.schedule.simulate import Costs, simulate
-from diptych.plans.schedule.transport import SEMANTICS
+from diptych.plans.schedule.transport import ORDERINGS
 from diptych.plans.schedule.validate import validate_schedule
 from tests.pipeline.schedules import ANY, TIMES, sizes
 
 
-@given(ANY, st.sampled_from(SEMANTICS))
-def test_every_schedule_is_valid_under_all_semantics(arguments, semantics):
-    validate_schedule(build_schedule(*arguments), semantics)
+@given(ANY, st.sampled_from(ORDERINGS))
+def test_every_schedule_is_valid_under_all_orderings(arguments, ordering):
+    validate_schedule(build_schedule(*arguments), ordering)
 
 
 @given(ANY)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from diptych.plans.schedule.actions import Action, Schedule, ScheduleError
 from diptych.plans.schedule.messages import Message, Program, lower
 from diptych.plans.schedule.named import build_schedule, get_schedule_table
-from diptych.plans.schedule.transport import SEMANTICS, validate_program
+from diptych.plans.schedule.transport import ORDERINGS, validate_program
 from diptych.plans.schedule.validate import validate_schedule
 from tests.pipeline.schedules import ANY, sizes
 
@@ -150,7 +150,7 @@ def disordered(draw) -> tuple[Schedule, Program]:
     return schedule, tuple(map(tuple, program))
 
 
-def runs(program: Program, semantics: str) -> bool:
+def runs(program: Program, ordering: str) -> bool:
     """Whether what has to come before what makes no circle.
 
     Nodes are steps being reached and, apart from them, messages being handed over. A step is reached after the one
@@ -164,12 +164,12 @@ def runs(program: Program, semantics: str) -> bool:
             order.add((rank, place), *([(rank, place - 1)] if place else []))
             if isinstance(step, Action):
                 continue
-            if step.direction == "SEND" or semantics != "async":
+            if step.direction == "SEND" or ordering != "async":
                 order.add(step.produced_by, (rank, place))
-            if (step.direction == "RECV" or semantics == "blocking") and place + 1 < len(steps):
+            if (step.direction == "RECV" or ordering == "blocking") and place + 1 < len(steps):
                 order.add((rank, place + 1), step.produced_by)
-            if semantics in ("pair", "rank"):
-                queue = step.peer if semantics == "pair" else None
+            if ordering in ("pair", "rank"):
+                queue = step.peer if ordering == "pair" else None
                 if queue in queues:
                     order.add(step.produced_by, queues[queue])
                 queues[queue] = step.produced_by
@@ -180,7 +180,7 @@ def runs(program: Program, semantics: str) -> bool:
     return True
 
 
-def test_semantics_accept_what_makes_no_circle():
+def test_orderings_accept_what_makes_no_circle():
     """Against the graph of what waits for what; what a stricter transport runs, a laxer one runs too.
 
     One queue a rank and sends that block refuse the same: between two messages a rank only computes, which ends.
@@ -192,13 +192,13 @@ def test_semantics_accept_what_makes_no_circle():
     def accepted(drawn):
         schedule, program = drawn
         found = []
-        for semantics in SEMANTICS:
+        for ordering in ORDERINGS:
             try:
-                validate_program(schedule, program, semantics)
+                validate_program(schedule, program, ordering)
                 found.append(True)
             except ScheduleError:
                 found.append(False)
-        assert found == [runs(program, semantics) for semantics in SEMANTICS]
+        assert found == [runs(program, ordering) for ordering in ORDERINGS]
         assert found == sorted(found, reverse=True)
         assert found[2] == found[3]
         outcomes[tuple(found)] += 1
@@ -217,9 +217,9 @@ def test_a_ring_of_sends_blocks_ranks_with_one_queue():
         steps[place - 1 : place + 1] = steps[place], steps[place - 1]
     lists = tuple(map(tuple, program))
     validate_program(schedule, lists, "pair")
-    for semantics in ("rank", "blocking"):
+    for ordering in ("rank", "blocking"):
         with pytest.raises(ScheduleError, match=r"rank 0 waits in .*; rank 1 waits in .*; rank 2 waits in "):
-            validate_program(schedule, lists, semantics)
+            validate_program(schedule, lists, ordering)
 
 
 def test_two_sends_that_meet_block_their_pair_of_ranks():
@@ -261,9 +261,9 @@ def test_a_message_that_nobody_takes_is_named():
     schedule = one_f_one_b()
     program = list(map(list, lower(schedule)))
     program[0].append(Message("SEND", Action("F", 0, 1), 1))
-    for semantics in ("pair", "rank"):
+    for ordering in ("pair", "rank"):
         with pytest.raises(ScheduleError, match="no rank receives SEND 0F1 to rank 1"):
-            validate_program(schedule, tuple(map(tuple, program)), semantics)
+            validate_program(schedule, tuple(map(tuple, program)), ordering)
     with pytest.raises(ScheduleError, match="rank 1 lacks RECV 0F1 from rank 0"):
         validate_program(schedule, tuple(map(tuple, program)), "async")
 
@@ -313,8 +313,8 @@ def test_sizes_no_schedule_has_are_refused(arguments):
         build_schedule(*arguments)
 
 
-def test_unknown_semantics():
+def test_unknown_ordering():
     with pytest.raises(
-        ValueError, match=r"semantics: expected one of \('async', 'pair', 'rank', 'blocking'\), got 'eager'"
+        ValueError, match=r"ordering: expected one of \('async', 'pair', 'rank', 'blocking'\), got 'eager'"
     ):
         validate_schedule(one_f_one_b(), "eager")  # pyright: ignore[reportArgumentType]

@@ -6,8 +6,8 @@ from typing import Literal
 from diptych.plans.schedule.actions import Action, Schedule, ScheduleError
 from diptych.plans.schedule.messages import Message, Program, dependencies
 
-Semantics = Literal["async", "pair", "rank", "blocking"]
-SEMANTICS = ("async", "pair", "rank", "blocking")
+TransportOrdering = Literal["async", "pair", "rank", "blocking"]
+ORDERINGS = ("async", "pair", "rank", "blocking")
 """Transport orderings, from the weakest to the strongest constraint. A program that is deadlock-free under one ordering
 is deadlock-free under all orderings before it.
 
@@ -19,21 +19,21 @@ blocking: a rank waits in a send until the message is received.
 """
 
 
-def validate_program(schedule: Schedule, program: Program, semantics: Semantics = "async") -> None:
+def validate_program(schedule: Schedule, program: Program, ordering: TransportOrdering = "async") -> None:
     """Reject a program that does not run to its end under a transport ordering.
 
     Args:
         schedule: the schedule that the program executes.
         program: actions and messages of each rank.
-        semantics: transport ordering, one of SEMANTICS.
+        ordering: transport ordering, one of ORDERINGS.
 
     Raises:
         ScheduleError: an action lacks inputs, a message lacks its other end, or the ranks deadlock.
-        ValueError: semantics is unknown.
+        ValueError: ordering is unknown.
     """
-    if semantics not in SEMANTICS:
-        raise ValueError(f"semantics: expected one of {SEMANTICS}, got {semantics!r}")
-    run = _Run(schedule, program, semantics)
+    if ordering not in ORDERINGS:
+        raise ValueError(f"ordering: expected one of {ORDERINGS}, got {ordering!r}")
+    run = _Run(schedule, program, ordering)
     while not run.ended:
         moved = [run.advance(rank) for rank in range(len(program))]
         if not any(moved):
@@ -47,10 +47,10 @@ class _Run:
     receive completes when nothing is queued in front of it and the matching send is first in the sender's queue.
     """
 
-    def __init__(self, schedule: Schedule, program: Program, semantics: Semantics) -> None:
+    def __init__(self, schedule: Schedule, program: Program, ordering: TransportOrdering) -> None:
         self._schedule = schedule
         self._program = program
-        self._semantics = semantics
+        self._ordering = ordering
         self._position = [0] * len(program)
         self._have: list[set[Action]] = [set() for _ in program]
         self._sent: Counter[tuple[int, Message]] = Counter()
@@ -99,11 +99,11 @@ class _Run:
 
     @property
     def _in_order(self) -> bool:
-        return self._semantics in ("pair", "rank")
+        return self._ordering in ("pair", "rank")
 
     def _queue(self, rank: int, peer: int) -> "deque[Message]":
         """Return the queue of a rank's sends: to one peer, or to all."""
-        return self._queues[rank, peer if self._semantics == "pair" else None]
+        return self._queues[rank, peer if self._ordering == "pair" else None]
 
     def _in_front_of(self, rank: int, step: Message) -> str:
         """Describe the queued messages in front of a receive."""
@@ -132,7 +132,7 @@ class _Run:
         if step.produced_by not in self._have[rank]:
             return False
         # A blocking send completes with its receive, which must be the peer's next step.
-        return self._semantics != "blocking" or self._next(step.peer) == _other_end(step, rank)
+        return self._ordering != "blocking" or self._next(step.peer) == _other_end(step, rank)
 
 
 def _other_end(message: Message, rank: int) -> Message:

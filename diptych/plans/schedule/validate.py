@@ -6,10 +6,10 @@ from itertools import product
 
 from diptych.plans.schedule.actions import Action, Kind, Schedule, ScheduleError
 from diptych.plans.schedule.messages import lower
-from diptych.plans.schedule.transport import Semantics, validate_program
+from diptych.plans.schedule.transport import TransportOrdering, validate_program
 
 
-def validate_schedule(schedule: Schedule, semantics: Semantics = "async") -> None:
+def validate_schedule(schedule: Schedule, ordering: TransportOrdering = "async") -> None:
     """Reject an invalid schedule.
 
     A valid schedule runs F, and either B or I and W, exactly once for every stage and microbatch, on the stage's rank.
@@ -17,7 +17,7 @@ def validate_schedule(schedule: Schedule, semantics: Semantics = "async") -> Non
 
     Args:
         schedule: any schedule, built here or by hand.
-        semantics: transport ordering, one of diptych.plans.schedule.transport.SEMANTICS. The messages that
+        ordering: transport ordering, one of diptych.plans.schedule.transport.ORDERINGS. The messages that
             diptych.plans.schedule.messages.lower adds are deadlock-free under all of them or under none;
             validate_program checks messages in another order.
 
@@ -29,7 +29,7 @@ def validate_schedule(schedule: Schedule, semantics: Semantics = "async") -> Non
         program = lower(schedule)
     except ValueError as error:
         raise ScheduleError(str(error)) from None
-    validate_program(schedule, program, semantics)
+    validate_program(schedule, program, ordering)
 
 
 def _check_actions(schedule: Schedule) -> None:
