@@ -11,7 +11,8 @@ import triton
 from rich.progress import track
 
 from diptych_kernels import aot as ahead
-from diptych_kernels.launch_configs import Block
+from diptych_kernels import autodiff_rules
+from diptych_kernels.launch_configs import Block, Sinkhorn, Write
 from diptych_kernels.launch_times import GPUS, Counted, count
 from diptych_kernels.machine_code import MachineCode, machine_code
 
@@ -146,15 +147,33 @@ def totals_table() -> str:
     """Return the Markdown table of the kernels of complete operations, with the default blocks."""
     lines = [
         f"Triton {triton.__version__}, {TOKENS} tokens in one sequence, K = V = 128, {DTYPE}, default blocks; in ms.\n",
-        "| operation | heads |" + "".join(f" {gpu}, forward | {gpu}, backward |" for gpu in GPUS),
-        "|---" * (2 + 2 * len(GPUS)) + "|",
+        "| operation |" + "".join(f" {gpu}, forward | {gpu}, backward |" for gpu in GPUS),
+        "|---" * (1 + 2 * len(GPUS)) + "|",
     ]
-    for name, per_channel, heads in (("KDA", True, 64), ("KDA", True, 32), ("GDN", False, 32)):
-        forward, backward = ahead.delta_rule_by_pass(per_channel, heads=heads, dtype=DTYPE, parts=1)
-        counts = [[count(entry) for entry in entries] for entries in (forward, backward)]
+    for name, passes in _operations().items():
+        counts = [[count(entry) for entry in entries] for entries in passes]
         cells = [sum(each.on(gpu).seconds for each in entries) for gpu in GPUS.values() for entries in counts]
-        lines.append(f"| {name} | {heads} |" + "".join(f" {1e3 * cell:.2f} |" for cell in cells))
+        lines.append(f"| {name} |" + "".join(f" {1e3 * cell:.2f} |" for cell in cells))
     return "\n".join(lines) + "\n"
+
+
+def _operations() -> dict[str, tuple[list[ahead.Recorded], list[ahead.Recorded]]]:
+    """Return the launches of the forward and backward of complete operations."""
+    found = {
+        f"{name}, {heads} heads": ahead.delta_rule_by_pass(per_channel, heads=heads, dtype=DTYPE, parts=1)
+        for name, per_channel, heads in (("KDA", True, 64), ("KDA", True, HEADS), ("GDN", False, HEADS))
+    }
+    coefficients = [ahead.Shape((TOKENS, *more), "float32") for more in ((STREAMS, STREAMS), (STREAMS,))]
+    x = ahead.Shape((TOKENS, STREAMS, WIDTH), DTYPE)
+    columns = STREAMS * (STREAMS + 2)
+    parameters = [ahead.Shape(shape, "float32") for shape in ((STREAMS * WIDTH, columns), (3,), (columns,))]
+    read = ahead.launches_by_pass(autodiff_rules.READ_THROUGH, Sinkhorn(20, "row", epsilon=1e-5), [x, *parameters])
+    write_inputs = [x, coefficients[0], ahead.Shape((TOKENS, WIDTH), DTYPE), None, coefficients[1], None, None, None]
+    write = ahead.launches_by_pass(autodiff_rules.WRITE, Write("mix", post=True, bias=False), write_inputs)
+    found[f"hyper-connection, {STREAMS} streams of {WIDTH}"] = ([*read[0], *write[0]], [*write[1], *read[1]])
+    gated = ahead.Shape((TOKENS, 8 * WIDTH), DTYPE)
+    found[f"SwiGLU, {4 * WIDTH} channels"] = ahead.launches_by_pass(autodiff_rules.SWIGLU, None, [gated])
+    return found
 
 
 def printed(page: str, begin: str) -> str:

@@ -33,6 +33,8 @@ TOKENS = 8192
 STREAMS = 4
 WIDTH = 4096
 CHANNELS = 128
+OVERWRITTEN = {"_swiglu_backward_kernel": ("a_ptr", "b_ptr")}
+"""Arguments that a kernel reads and overwrites, by kernel."""
 MOST_SPILLED = 1024
 """Bytes per thread; the estimate does not know what spilling more costs."""
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
@@ -119,9 +121,10 @@ def _argument(value: Any, parameter: Any) -> tuple[str, bool, bool]:
 
 
 def moved_bytes(launch: PeerLaunch) -> int:
-    """Return the bytes of all tensors of a launch."""
+    """Return the bytes of all tensors of a launch; twice those of a tensor that it reads and overwrites."""
+    again = [launch.arguments[name] for name in OVERWRITTEN.get(launch.kernel.fn.__name__, ())]
     tensors = {id(value): value for value in launch.arguments.values() if isinstance(value, torch.Tensor)}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors.values(), *again))
 
 
 def loop_values(launch: PeerLaunch) -> dict[str, int]:

@@ -83,7 +83,7 @@ class PlanRequest:
     """Send bandwidth of a rank, GB/s, for predicted times."""
     instruction_rate: float = 250.0
     """Rate of the delta rule's kernels with impl="triton", billions of warp instructions per second, for predicted
-    times. An H100 reaches 200 to 350."""
+    times. On an H100 most of them reach 190 to 350."""
     num_results: int = 10
     """Number of configurations that the search prints."""
 

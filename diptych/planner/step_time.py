@@ -55,10 +55,10 @@ class Machine:
     """Latency of a message, seconds."""
     link_bandwidth: float = 50e9
     """Bandwidth between host and device, bytes per second."""
-    instruction_rate: float = 250e9
-    """Rate of the kernels of the delta rule, warp instructions per second; an H100 reaches 200e9 to 350e9."""
     operation_latency: float = 0.0
     """Overhead of each operation beside its work, seconds."""
+    instruction_rate: float = 250e9
+    """Rate of the delta rule's kernels, warp instructions per second. On an H100 most of them reach 190e9 to 350e9."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -74,7 +74,10 @@ class Machine:
     def seconds_of_launches(self, launches: Sequence[Work]) -> float:
         """Return the seconds of the launches of kernels, one after the other."""
         return sum(
-            max(self.seconds(work.flops, work.moved), work.instructions / self.instruction_rate) for work in launches
+            max(
+                self.seconds(work.flops, work.moved), work.instructions / self.instruction_rate + self.operation_latency
+            )
+            for work in launches
         )
 
 
@@ -402,6 +405,7 @@ def _gradient_times(nodes: Sequence[Node], machine: Machine, in_kernels: bool) -
         kernels = _kernels(node, in_kernels)
         if kernels is not None:
             inputs += machine.seconds_of_launches(kernels.backward)
+            inputs += machine.seconds(0, 2 * node.unpacked) if node.unpacked else 0.0
         elif node.is_linear:  # one product for the input's gradient, one for the weight's
             inputs += machine.seconds(node.flops, gradients + node.parameters)
             weights += machine.seconds(node.flops, saved + gradients // 2 + node.parameters)

@@ -196,9 +196,9 @@ def everything(
     ]
 
 
-def delta_rule(per_channel: bool, **sizes: Any) -> list[Recorded]:
+def delta_rule(per_channel: bool, *sizes: Any, **more: Any) -> list[Recorded]:
     """Return all launches of the delta rule on one sequence in parts; arguments as for delta_rule_by_pass."""
-    forward, backward = delta_rule_by_pass(per_channel, **sizes)
+    forward, backward = delta_rule_by_pass(per_channel, *sizes, **more)
     return [*forward, *backward]
 
 
@@ -211,6 +211,7 @@ def delta_rule_by_pass(
     dtype: str = "bfloat16",
     parts: int = 4,
     blocks: dict[str, Block] | None = None,
+    chunk_size: int = 64,
 ) -> tuple[list[Recorded], list[Recorded]]:
     """Return the launches of the delta rule's forward and of its backward, on one sequence in parts.
 
@@ -225,8 +226,9 @@ def delta_rule_by_pass(
         dtype: type of q, k, v and beta.
         parts: number of parts of the sequence that are scanned in parallel.
         blocks: block by kernel; None, or a missing kernel: its default block.
+        chunk_size: tokens of a chunk; 16, 32 or 64. C
     """
-    chunks = math.ceil(tokens / 64)
+    chunks = math.ceil(tokens / chunk_size)
     state_dtype = wide(dtype)
     queries, keys = (Shape((tokens, heads if per_channel else heads // 2, key), dtype) for _ in range(2))
     inputs = [
@@ -238,7 +240,7 @@ def delta_rule_by_pass(
         Shape((1, heads, key, value), state_dtype),
         *[Shape((count, width), "int32") for count, width in ((chunks, 2), (1, 3), (parts, 3))],
     ]
-    return launches_by_pass(DELTA_RULE, DeltaRule(per_channel, key**-0.5, 64, parts=parts), inputs, blocks)
+    return launches_by_pass(DELTA_RULE, DeltaRule(per_channel, key**-0.5, chunk_size, parts=parts), inputs, blocks)
 
 
 def delta_rule_production(**sizes: Any) -> dict[str, Recorded]:

@@ -6,10 +6,9 @@ A launch takes at least as long as each of three things:
     issue      its instructions: a multiprocessor begins four warp instructions per cycle
     chain      the instructions of one warp, one after the other, for each wave of programs
 
-The third term has a constant that is not in a data sheet: how many cycles pass from one instruction of a warp to the
-next. It was read off measurements on an H100 (benchmarks/results). Warps that wait for each other at barriers, for
-shared memory and for matrix products need CYCLES_WITH_BARRIERS, others CYCLES. docs/kernels.md compares the estimates
-with the measurements.
+The third term needs what no data sheet has: how many cycles pass from one instruction of a warp to the next. Warps that
+wait for each other at barriers, for shared memory and for matrix products need CYCLES_WITH_BARRIERS, others CYCLES.
+Both were chosen by measurements on an H100 (benchmarks/results), which docs/kernels.md compares with the estimates.
 """
 
 import math
@@ -28,7 +27,7 @@ ISSUED_PER_CYCLE = 4
 """Warp instructions that a multiprocessor begins in a cycle."""
 
 STRONG_DECAYS = ("for row in range(0, C // TILE):", "for tile in tl.range(0, C // TILE, disable_licm=True):")
-"""Loops of KDA that run only if a channel decays by more than exp(-60) in a chunk; estimates leave them out."""
+"""Loops of KDA that run in 16 bits only if a channel decays by more than exp(-60) in a chunk; left out there."""
 
 
 class Gpu(NamedTuple):
@@ -136,8 +135,9 @@ def moved_bytes(recorded: ahead.Recorded) -> int:
 
 
 def executed(recorded: ahead.Recorded, code: MachineCode) -> int:
-    """Return the instructions that each warp of a launch executes, on average, where decays are not strong."""
-    return code.executed(loop_values(recorded), STRONG_DECAYS)
+    """Return the instructions that each warp of a launch executes, in 16 bits without strong decays of KDA."""
+    is_narrow = recorded.inputs[0].dtype in ("bfloat16", "float16")
+    return code.executed(loop_values(recorded), STRONG_DECAYS if is_narrow else ())
 
 
 def loop_values(recorded: ahead.Recorded) -> dict[str, int]:

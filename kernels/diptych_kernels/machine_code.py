@@ -107,7 +107,7 @@ class MachineCode(NamedTuple):
         return sum(access.in_loop and access.nbytes <= 2 for access in self.accesses)
 
     def executed(self, values: Mapping[str, int], skipped: Collection[str] = ()) -> int:
-        """Return how many instructions a warp executes, if it takes every forward branch that skips no instruction.
+        """Return how many instructions a warp executes, with both sides of every branch outside of loops.
 
         Args:
             values: value of every name in the bounds of the loops, other than variables of loops around them.

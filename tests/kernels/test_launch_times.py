@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.planner.memory import kernel_work
-from diptych.planner.memory.kernel_work import KernelWork
+from diptych.planner.memory.kernel_work import KernelWork, Work
 from diptych.planner.memory.rule import RuleShape
 from diptych.planner.step_time import Machine, StageTimes
 from diptych.plans.config import TransformerConfig
@@ -55,24 +55,29 @@ def test_estimates_are_near_measurements():
 # Work of the plan.
 
 
+def of_kernels(shape: RuleShape) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+    """The work of the launches, without that of the framework before and after them."""
+    work = kernel_work.delta_rule(shape)
+    return work.forward[1:], work.backward[:-1]
+
+
 @given(
     per_channel=st.booleans(),
-    chunks=st.integers(1, 64),
+    length=st.sampled_from([16, 32, 64, 128, 640, 4096]),
     heads=st.sampled_from([2, 4, 32]),
     key=st.sampled_from([32, 64, 128, 256]),
     value=st.sampled_from([32, 64, 128, 256]),
     dtype=st.sampled_from(["bfloat16", "float32", "float64"]),
 )
-def test_the_plan_knows_bytes_and_products_of_the_delta_rule(per_channel, chunks, heads, key, value, dtype):
-    sizes = dict(tokens=64 * chunks, heads=heads, key=key, value=value, dtype=dtype, parts=1)
+def test_the_plan_knows_bytes_and_products_of_the_delta_rule(per_channel, length, heads, key, value, dtype):
+    chunk = min(64, length)
+    sizes = dict(tokens=length, heads=heads, key=key, value=value, dtype=dtype, parts=1, chunk_size=chunk)
     item = {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
     key_heads = heads if per_channel else heads // 2
     kind = "kda" if per_channel else "gdn"
-    shape = RuleShape(kind, 1, 64 * chunks, key_heads, heads, key, value, item, max(4, item))
-    tables = 20 * chunks + 64
-    for launches, works in zip(
-        ahead.delta_rule_by_pass(per_channel, **sizes), kernel_work.delta_rule(shape), strict=True
-    ):
+    shape = RuleShape(kind, 1, length, key_heads, heads, key, value, item, max(4, item))
+    tables = 20 * length // chunk + 64
+    for launches, works in zip(ahead.delta_rule_by_pass(per_channel, **sizes), of_kernels(shape), strict=True):
         for launch, work in zip(launches, works, strict=True):
             name = launch.launch.kernel
             slices = dict(launch.launch.constants).get("SLICES", 0)
@@ -127,12 +132,13 @@ def test_no_kernel_of_the_delta_rule_executes_more_than_the_plan_knows(per_chann
     if f"Triton {version_of_triton()}," not in printed(PAGE.read_text(), BEGIN_DELTA):
         pytest.skip("the counts are of another version of Triton")
     kind = "kda" if per_channel else "gdn"
-    shape = RuleShape(kind, 1, TOKENS, HEADS if per_channel else HEADS // 2, HEADS, 128, 128, 2, 4)
-    passes = ahead.delta_rule_by_pass(per_channel, heads=HEADS, parts=1)
-    for launches, works in zip(passes, kernel_work.delta_rule(shape), strict=True):
-        for launch, work in zip(launches, works, strict=True):
-            ratio = count(launch).instructions / work.instructions
-            assert 0.95 <= ratio <= 1, (launch.launch.kernel, ratio)
+    for key, value in ((128, 128), (64, 128)):
+        shape = RuleShape(kind, 1, TOKENS, HEADS if per_channel else HEADS // 2, HEADS, key, value, 2, 4)
+        passes = ahead.delta_rule_by_pass(per_channel, heads=HEADS, key=key, value=value, parts=1)
+        for launches, works in zip(passes, of_kernels(shape), strict=True):
+            for launch, work in zip(launches, works, strict=True):
+                ratio = count(launch).instructions / work.instructions
+                assert 0.95 <= ratio <= 1, (launch.launch.kernel, key, value, ratio)
 
 
 def version_of_triton() -> str:
@@ -196,5 +202,11 @@ def test_instructions_limit_the_delta_rule():
     shape = RuleShape("kda", 1, 128, heads, heads, key, key, 2, 4)
     forward = sum(work.instructions for work in kernel_work.delta_rule(shape).forward) * config.num_layers
     assert slow.forward * 1e3 == pytest.approx(forward, rel=1e-6)
+    (cut,) = StageTimes(Machine(instruction_rate=1e3)).of(replace(config, context_parallel_size=2), 1)
+    assert cut.forward > 0.52 * slow.forward  # half of the tokens, and a scan for the next rank
+    late = Machine(instruction_rate=1e3, operation_latency=1.0)
+    launches = sum(map(len, kernel_work.delta_rule(shape)))
+    (delayed,) = StageTimes(late).of(config, 1)
+    assert delayed.forward + delayed.input_gradient >= slow.forward + slow.input_gradient + launches
     assert slow.forward > fast.forward
     assert slow.weight_gradient == fast.weight_gradient

@@ -1,17 +1,18 @@
 """Work of the Triton kernels, per operation: what a launch moves, multiplies and executes.
 
-`diptych plan --impl triton` takes times from here instead of from the operations of PyTorch. The kernels of
-hyper-connections and activation functions are limited by their bytes, those of the delta rule also by their
-instructions. Bytes follow from the arguments of each launch. Instructions were counted in machine code
-(kernels/diptych_kernels/launch_times.py): warp instructions per token and value head on sm_90, in bfloat16 with
-K = V = 128 and chunks of 64 tokens. Tests compare both with the kernels.
+`diptych plan --impl triton` takes times from here instead of from the operations of PyTorch. Bytes follow from the
+arguments of each launch. Instructions of the delta rule were counted in machine code
+(kernels/diptych_kernels/launch_times.py), on sm_90 with default blocks, in bfloat16, with chunks of 64 tokens whose
+decays are not strong; the same numbers are used for other types and chunks. Tests compare both with the kernels.
+
+Left out are small launches (sums of partial gradients, the weight of the projection), the additional scan of sequences
+that are cut into parts, and instructions of the kernels of hyper-connections and activation functions.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from diptych.planner.memory.rule import RuleShape
-from diptych.plans.model.delta_rule import CHUNK_SIZE
 
 
 class Work(NamedTuple):
@@ -32,35 +33,56 @@ class KernelWork(NamedTuple):
     backward: tuple[Work, ...] = ()
 
 
-COUNTED = 128
-"""Channels of keys and of values for which instructions were counted."""
-INSTRUCTIONS: Mapping[str, float] = {
-    "decayed": 252,
-    "products_by_channel": 276,
-    "products_by_head": 72,
-    "solve": 159,
-    "scan_forward, kda": 154,
-    "scan_forward, gdn": 181,
-    "scan_forward of states, kda": 131,
-    "scan_forward of states, gdn": 152,
-    "scan_backward, kda": 154,
-    "scan_backward, gdn": 191,
-    "state_gradients": 186,
-    "product_gradients": 96,
-    "channel_gradients": 736,
-    "gate_gradients": 215,
-    "head_gradients": 354,
-    "sum_heads": 18,
+class Instructions(NamedTuple):
+    """Warp instructions per token and value head, as a function of the channels of keys and values."""
+
+    fixed: float = 0.0
+    per_key: float = 0.0
+    """For each 128 channels of keys."""
+    per_value: float = 0.0
+    """For each 128 channels of values."""
+    per_both: float = 0.0
+    """For each 128 x 128 entries of a state."""
+
+    def of(self, key: int, value: int) -> float:
+        """Return the instructions with so many channels."""
+        keys = key / 128
+        values = value / 128
+        return self.fixed + self.per_key * keys + self.per_value * values + self.per_both * keys * values
+
+
+INSTRUCTIONS: Mapping[str, Instructions] = {
+    "decayed": Instructions(per_key=252),
+    "products_by_channel": Instructions(45, 231),
+    "products_by_head": Instructions(52, 20),
+    "solve": Instructions(159),
+    "scan_forward, kda": Instructions(per_value=76, per_both=78),
+    "scan_forward, gdn": Instructions(per_value=122, per_both=59),
+    "scan_forward of states, kda": Instructions(per_value=67, per_both=64),
+    "scan_forward of states, gdn": Instructions(per_value=94, per_both=58),
+    "scan_backward, kda": Instructions(per_value=71, per_both=83),
+    "scan_backward, gdn": Instructions(per_value=121, per_both=70),
+    "state_gradients": Instructions(per_key=27, per_both=159),
+    "product_gradients": Instructions(34, per_value=62),
+    "channel_gradients": Instructions(per_key=736),
+    "gate_gradients": Instructions(per_key=215),
+    "head_gradients": Instructions(202, 152),
+    "sum_heads": Instructions(per_key=18),
 }
-"""Warp instructions per token and value head, at most; the counts may be smaller by a twentieth."""
-BELOW_DIAGONAL = 5 / 8
-"""Share of the tiles of 16 tokens in a chunk's matrices that are on or below the diagonal."""
+"""By kernel, at most; the counts may be smaller by a twentieth."""
+NORM_PASSES = 6, 10
+"""Passes over q and k in the framework's L2 norm, in forward and in backward."""
+GATE_PASSES = 7, 9
+"""Passes over float32 g in the framework's gate of KDA, in forward and in backward."""
+SMALLEST_CHUNK = 16
+"""Tokens of a tile, and of the smallest chunk of the kernels."""
 
 
 def mappings(tokens: int, streams: int, width: int, item: int, wide: int) -> KernelWork:
     """Return the work of projection and coefficients of a hyper-connection.
 
-    The backward of the projection writes the whole gradient of the streams, with those of their other uses.
+    The backward of the projection writes the whole gradient of the streams, with those of their other uses; where
+    recompute drops the streams, PyTorch adds those in another pass, which is not counted.
 
     Args:
         tokens: number of tokens.
@@ -98,21 +120,24 @@ def activation(elements: int, is_gated: bool, item: int) -> KernelWork:
     return KernelWork((Work(elements * item * (inputs + 1)),), (Work(elements * item * (2 * inputs + 1)),))
 
 
-def delta_rule(shape: RuleShape) -> KernelWork:
-    """Return the work of the gated delta rule, whose sequences are not cut into parts.
+def delta_rule(shape: RuleShape, is_cut: bool = False) -> KernelWork:
+    """Return the work of the gated delta rule, with the framework's norms of q and k and its gate.
 
     Args:
         shape: sizes of the call.
+        is_cut: whether a sequence continues on the next context rank, which takes one more scan in each direction.
     """
     sizes = _Sizes(shape)
-    return KernelWork(sizes.forward(), sizes.backward())
+    around = sizes.around()
+    kernels = sizes.kernels(is_cut)
+    return KernelWork((around[0], *kernels.forward), (*kernels.backward, around[1]))
 
 
 class _Sizes:
     """Bytes of the arrays of a call."""
 
     def __init__(self, shape: RuleShape) -> None:
-        chunk = CHUNK_SIZE
+        chunk = max(SMALLEST_CHUNK, shape.chunk)
         tokens = shape.batch * shape.length
         heads = shape.value_heads
         chunks = shape.batch * -(-shape.length // chunk)
@@ -132,9 +157,32 @@ class _Sizes:
         self.states = shape.batch * heads * shape.key * shape.value * shape.wide
         self.chunk_states = chunks * heads * shape.key * shape.value * shape.item
         self.chunk_keys = chunks * heads * shape.key * shape.wide
-        self.key_columns = shape.key * (BELOW_DIAGONAL if self.is_kda else 1)
+        rows = chunk // SMALLEST_CHUNK
+        self.key_columns = shape.key * ((rows + 1) / (2 * rows) if self.is_kda else 1)  # tiles below the diagonal
         # What a scan reads of q, k and their decays.
         self.terms = 3 * self.by_key + self.chunk_keys if self.is_kda else 2 * self.qk + self.g
+
+    def around(self) -> tuple[Work, Work]:
+        """Return the work of the framework before the first and after the last kernel."""
+        gate = self.g * self.is_kda
+        forward, backward = (
+            Work(2 * self.qk * norm + gate * passes) for norm, passes in zip(NORM_PASSES, GATE_PASSES, strict=True)
+        )
+        return forward, backward
+
+    def kernels(self, is_cut: bool) -> KernelWork:
+        """Return the launches; is_cut as in delta_rule."""
+        forward = self.forward()
+        backward = self.backward()
+        if is_cut:
+            inputs = self.terms + self.by_value + self.scalars + 2 * self.pairs
+            maps = self.states * (self.shape.key + self.shape.value) / self.shape.value
+            columns = (self.shape.key + self.shape.value) / self.shape.value
+            scan = self._scan("scan_forward of states", inputs + maps, 4, 2)
+            of_maps = Work(scan.moved, scan.flops * columns, scan.instructions * columns)
+            forward = (*forward, of_maps)
+            backward = (self._scan("scan_backward", inputs + 2 * self.states, 6, 4), *backward)
+        return KernelWork(forward, backward)
 
     def forward(self) -> tuple[Work, ...]:
         """Return the launches of forward."""
@@ -162,6 +210,8 @@ class _Sizes:
             self._work("state_gradients", state_gradients, 6 * self.shape.key * self.shape.value),
             self._work("product_gradients", product_gradients, 4 * self.chunk * self.shape.value),
             *(self._channel_gradients() if self.is_kda else self._head_gradients()),
+            *[self._work("sum_heads", self.by_key + self.qk, 0)]
+            * (2 * (self.shape.key_heads != self.shape.value_heads)),
         )
 
     def _decayed(self) -> tuple[Work, ...]:
@@ -181,11 +231,8 @@ class _Sizes:
     def _head_gradients(self) -> tuple[Work, ...]:
         matrices = 3 * self.pairs + self.wide_pairs
         inputs = 2 * self.qk + self.g + self.scalars + matrices + 3 * self.by_key + self.chunk_keys + self.wide_scalars
-        heads = self._work(
-            "head_gradients", inputs + 2 * self.by_key + self.g + self.scalars, 8 * self.chunk * self.shape.key
-        )
-        shared = self._work("sum_heads", self.by_key + self.qk, 0)
-        return (heads, shared, shared) if self.shape.key_heads != self.shape.value_heads else (heads,)
+        outputs = 2 * self.by_key + self.g + self.scalars
+        return (self._work("head_gradients", inputs + outputs, 8 * self.chunk * self.shape.key),)
 
     def _scan(self, name: str, moved: float, of_states: int, of_pairs: int) -> Work:
         """Return the work of a scan, with factors of the products with states and with a chunk's matrices."""
@@ -193,8 +240,6 @@ class _Sizes:
         return self._work(f"{name}, {self.shape.kind}", moved, per_token)
 
     def _work(self, name: str, moved: float, flops_per_token: float) -> Work:
-        """Return the work of a launch; instructions grow with the channels that it processes."""
-        per_token = INSTRUCTIONS[name] * self.shape.key / COUNTED
-        if name.startswith("scan"):
-            per_token *= self.shape.value / COUNTED
+        """Return the work of a launch."""
+        per_token = INSTRUCTIONS[name].of(self.shape.key, self.shape.value)
         return Work(moved, flops_per_token * self.token_heads, per_token * self.token_heads)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.planner.memory.fp8 import DELAYED_BYTES, grouped_scratch, linear_scratch, pack_scratch
+from diptych.planner.memory.kernel_work import KernelWork, activation
 from diptych.planner.memory.nodes import Node, Value
 from diptych.planner.memory.regions import OUTPUT_MAPS, Regions
 from diptych.plans.activation_storage import ACTIVATION_INPUT, packed_width, saved_input
@@ -171,6 +172,7 @@ class OperationBuilder:
         packed = Value(ACTIVATION_INPUT, rows * packed_width(width))
         silu = activated.size if activated.size < fc1.size else 0  # of the gate, and its gradient
         again = fc1.size + activated.size + 2 * silu
+        kernels = activation(activated.size // self.item, silu > 0, self.item)
         return [
             Node([fc1], [packed], [], region, forward_scratch=pack - packed.size, is_packing=True),
             Node(
@@ -178,6 +180,7 @@ class OperationBuilder:
                 forward_scratch=silu,
                 backward_scratch=max(unpack, again),
                 unpacked=fc1.size,
+                kernels=KernelWork(kernels.forward, (*kernels.forward, *kernels.backward)),
             ),
         ]
 

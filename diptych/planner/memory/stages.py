@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from diptych.planner.memory.graph import GraphBuilder
+from diptych.planner.memory.kernel_work import delta_rule
 from diptych.planner.memory.nodes import Layer, Node, Value
 from diptych.planner.memory.offload import ActionMoves, moving_values
-from diptych.planner.memory.rule import chunk_size, rule_scratch
+from diptych.planner.memory.rule import chunk_size, rule_moved, rule_scratch
 from diptych.planner.memory.simulate import Gradients, Simulation
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED
@@ -245,4 +246,6 @@ class _StageBuilder(GraphBuilder):
             more = -(-self.length // size) * self.batch * heads * columns
             nodes[-1].flops += more
             nodes[-1].recomputed_flops += more
+            nodes[-1].inner_moved = rule_moved(shape._replace(value=shape.value + shape.key))
+            nodes[-1].kernels = delta_rule(shape, is_cut=True)
         return attended
