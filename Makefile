@@ -21,6 +21,8 @@ PYTHON ?= python3
 TORCH ?= $(if $(wildcard .venv/installed-cuda),cuda,cpu)
 TORCH_VERSION := 2.13.0
 TORCHVISION_VERSION := 0.28.0
+# The oldest supported one, beside that of the environment.
+OLDEST_TRITON := 3.6.0
 # PyTorch's CPU builds; used for torch alone, and only if no build of that version is on disk.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -75,6 +77,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 $(PEERS): $(INSTALLED)
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[peers]'
 	$(PIP) install -q -c $(CONSTRAINTS) --no-deps --target $(VENV)/torchvision torchvision==$(TORCHVISION_VERSION)
+	$(PIP) install -q --no-deps --target $(VENV)/oldest-triton triton==$(OLDEST_TRITON)
 	@touch $@
 
 $(SITE): $(INSTALLED)

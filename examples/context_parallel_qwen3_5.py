@@ -11,8 +11,8 @@ from reference_torch.rank_pool import RankPool
 
 def use_context(context) -> None:
     """Replace the functions that Qwen3.5 calls in this process by those of a context."""
-    options = {"use_qk_l2norm_in_kernel": True, "cp_context": context}
-    modeling.torch_chunk_gated_delta_rule = lambda *qkv, g, beta, **_: chunk_gated_delta_rule(*qkv, g, beta, **options)
+    rule = lambda *qkv, use_cache, **names: chunk_gated_delta_rule(*qkv, **names, cp_context=context)  # noqa: E731
+    modeling.torch_chunk_gated_delta_rule = rule
     modeling.causal_conv1d_fn = lambda x, weight, *_, **activation: cp_short_convolution(x.mT, weight, context).mT
     attention = lambda *qkv: cp_attention(*(x.transpose(1, 2) for x in qkv), context)  # noqa: E731
     AttentionInterface.register("context_parallel", lambda _, q, k, v, *mask, **scaling: (attention(q, k, v), None))

@@ -38,7 +38,8 @@ from tests.daily import VARIABLE, choose_part, left_out, of_other_parts  # noqa:
 pytest_plugins = ["pytester"]
 
 gc.freeze()  # the half million objects of the libraries, which the collector would otherwise visit again and again
-gc.set_threshold(20_000, 20, 50)  # by default, a tenth of the time goes into visits of objects that are in use
+if "PYTEST_XDIST_WORKER" in os.environ:
+    gc.set_threshold(20_000, 20, 50)  # by default, a tenth of the time goes into visits of objects that are in use
 
 torch.set_num_threads(1)
 jax.config.update("jax_enable_x64", True)

@@ -1,7 +1,8 @@
 """Every technique in everything that surrounds a model, on one small model that knows of neither.
 
-A cell trains the model on two microbatches with a technique, and again without it, in the same surroundings. This
-writes the table of docs/everywhere.md:
+A cell trains the model on two microbatches with a technique, and again without it, in the same surroundings. It fails
+if the technique did nothing: a copy that has lost it has the right gradients too. This writes the table of
+docs/everywhere.md:
 
     python -m tests.everywhere.support_matrix
 """
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ from reference_torch.delta_rule import chunk_gated_delta_rule, recurrent_gated_d
 from reference_torch.offload import offload_modules
 from reference_torch.ops import short_convolution
 from reference_torch.pipeline import PipelineExecutor, split_model
-from reference_torch.recompute import recompute_modules
+from reference_torch.recompute import CheckpointWithoutOutput, recompute_modules
 from tests.everywhere.support_table import PAGE, limit_in_words, update, write_table
 
 COMMAND = "python -m tests.everywhere.support_matrix"
@@ -63,6 +65,8 @@ REFUSED = {
     ("cp_context", "torch.func"): "NotImplementedError: cp_short_convolution: .* use torch.autograd",
 }
 """Errors of the cells that are refused, as a regular expression."""
+INACTIVE = {("offload_modules", name): "plain copy" for name in ("deepcopy", "pickle")}
+"""Cells in which the technique does nothing, as docs/everywhere.md says, and their text in the table."""
 RANKS = {"DDP": 2, "FSDP2": 2, "DTensor": 2}
 """Number of ranks of a replicated, sharded or tensor-parallel model; 1 if not given. Context parallelism doubles it."""
 
@@ -204,14 +208,34 @@ class Cell:
         self.context = None if group is None else build_cp_context(offsets, group, 3)
         self.model = make(surroundings)
         self.close = lambda: None
+        self.moved_before = 0
         if technique == "recompute_modules":
             recompute_modules(self.model, {"blocks.*": ["norm", "activation"]})
         elif technique == "add_hyper_connections":
             add_hyper_connections(self.model, ["blocks.*"], num_residual_streams=2)
         elif technique == "offload_modules":
-            self.close = offload_modules(self.model, ["blocks.*"], activations=True, activation_min_bytes=1).close
+            self.manager = offload_modules(self.model, ["blocks.*"], activations=True, activation_min_bytes=1)
+            self.close = self.manager.close
         parts = split_model(self.model, ["blocks.1", "head"]) if technique == "PipelineExecutor" else [self.model]
         self.parts = [wrap(surroundings, part, mesh) for part in parts]
+        if technique == "offload_modules":
+            self.moved_before = self.manager.statistics.bytes_in  # wrapping fetches what it reads
+
+    def is_active(self, checkpoints: int, additional: list[Tensor]) -> bool:
+        """Return whether the technique has done something.
+
+        Args:
+            checkpoints: calls whose outputs were dropped.
+            additional: gradients of parameters that the plain model does not have.
+        """
+        match self.technique:
+            case "recompute_modules":
+                return checkpoints > 0
+            case "offload_modules":
+                return self.manager.statistics.bytes_in > self.moved_before
+            case "add_hyper_connections":
+                return any(gradient.abs().max() > 0 for gradient in additional)
+        return True
 
     def microbatches(self) -> list[Tensor]:
         """Return this rank's tokens of every microbatch."""
@@ -297,8 +321,8 @@ def run(technique: str, surroundings: str) -> str:
     """Run a cell on this rank.
 
     Returns:
-        the largest difference of a result to that without the technique, relative to the largest result, or the type
-        and text of the error that refuses the cell.
+        the largest difference of a result to that without the technique, relative to the largest result, the type and
+        text of the error that refuses the cell, or "inactive" if the technique did nothing.
     """
     ranks = RANKS.get(surroundings, 1)
     context_ranks = 2 if technique == "cp_context" else 1
@@ -313,9 +337,13 @@ def run(technique: str, surroundings: str) -> str:
         warnings.simplefilter("ignore")  # of dynamo, about graph breaks
         expected = results(Cell("", surroundings, mesh))
         cell = None
+        is_active = True
         try:
-            cell = Cell(technique, surroundings, mesh, group, alone)
-            found = results(cell)
+            with patch.object(CheckpointWithoutOutput, "checkpoint", counted := _Counted()):
+                cell = Cell(technique, surroundings, mesh, group, alone)
+                found = results(cell)
+            additional = [tensor for name, tensor in found.items() if name not in expected]
+            is_active = cell.is_active(counted.calls, additional)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -323,7 +351,20 @@ def run(technique: str, surroundings: str) -> str:
                 cell.close()
     if group is not None:
         found = {name: joined(name, tensor, group) for name, tensor in found.items()}
-    return f"{difference(found, expected):.0e}"
+    return f"{difference(found, expected):.0e}" if is_active else "inactive"
+
+
+class _Counted:
+    """The method CheckpointWithoutOutput.checkpoint, with a counter of its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._method = CheckpointWithoutOutput.checkpoint
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is not None:
+            self.calls += 1
+        return self._method.__get__(instance, owner)
 
 
 def joined(name: str, tensor: Tensor, group: Any) -> Tensor:
@@ -353,6 +394,8 @@ def limit(technique: str, surroundings: str) -> float:
 
 def cell_in_words(technique: str, surroundings: str) -> str:
     """Return the text of a cell of the table."""
+    if (technique, surroundings) in INACTIVE:
+        return INACTIVE[technique, surroundings]
     return "refused" if (technique, surroundings) in REFUSED else limit_in_words(limit(technique, surroundings))
 
 

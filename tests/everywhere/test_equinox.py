@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from torch import nn
 
+from jax_impl.offload import offload_modules
 from jax_impl.pipeline import PipelineExecutor, split_batch
 from jax_impl.recompute import recompute_modules
 from parity import compare_modules
@@ -86,6 +87,11 @@ def test_pipelines_of_partitioned_modules():
     assert_close((losses.mean(), pipeline.join_parameters(gradients)), jax.value_and_grad(undivided)(arrays))
     with pytest.raises(ValueError, match=r"floating-point arrays, got float for 'attention\.dropout\.p' of stage 0"):
         PipelineExecutor(stages, "interleaved", MICROBATCHES, parameters=blocks(4), **settings)
+
+
+def test_offload_takes_nnx_modules_alone():
+    with pytest.raises(TypeError, match=r"model: expected an nnx\.Module, got Block"):
+        offload_modules(blocks(1)[0], ["mlp"])
 
 
 def test_layers_equal_those_of_pytorch():

@@ -70,6 +70,28 @@ def test_optimizer_state_and_gradients_move(name):
     manager.close()
 
 
+def test_a_scaler_skips_a_step_with_gradients_that_are_not_finite():
+    """As without offload: scaler.step leaves weights and moments, and update halves the scale."""
+    found = []
+    for is_offloaded in (False, True):
+        model = linear_layers()
+        manager = offload_modules(model, ["0", "1", "2"], gradients=True) if is_offloaded else None
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        for factor in (1.0, 1e38, 1.0):
+            loss = model(torch.ones(2, model[0].in_features)).square().mean() * factor
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 2.0**15
+        assert int(optimizer.state_dict()["state"][0]["step"]) == 2
+        found.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        if manager is not None:
+            manager.close()
+    assert_same(*found)
+
+
 def linear_layers() -> nn.Sequential:
     """Three layers; each call returns equal weights."""
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from tests.jax_process import run_cases
 ROOT = Path(__file__).parents[2]
 CASES = [
     f"tests/pipeline/jax_cases/{name}.py"
-    for name in ("gradients", "programs", "memory", "mistakes", "modules", "user_modules")
+    for name in ("gradients", "programs", "memory", "mistakes", "modules", "others", "user_modules")
 ]
 
 
