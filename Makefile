@@ -21,8 +21,6 @@ PYTHON ?= python3
 TORCH ?= $(if $(wildcard .venv/installed-cuda),cuda,cpu)
 TORCH_VERSION := 2.13.0
 TORCHVISION_VERSION := 0.28.0
-# The oldest supported one, beside that of the environment.
-OLDEST_TRITON := 3.6.0
 # PyTorch's CPU builds; used for torch alone, and only if no build of that version is on disk.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -31,6 +29,8 @@ VENV := .venv
 INSTALLED := $(VENV)/installed-$(TORCH)
 # Other projects that only make test-all imports.
 PEERS := $(VENV)/installed-peers
+# The oldest supported Triton, whose machine code make test-all examines too.
+TRITON := $(VENV)/triton-3.6.0
 # What builds the documentation's site.
 SITE := $(VENV)/installed-site
 BIN := $(VENV)/bin
@@ -77,7 +77,10 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 $(PEERS): $(INSTALLED)
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[peers]'
 	$(PIP) install -q -c $(CONSTRAINTS) --no-deps --target $(VENV)/torchvision torchvision==$(TORCHVISION_VERSION)
-	$(PIP) install -q --no-deps --target $(VENV)/oldest-triton triton==$(OLDEST_TRITON)
+	@touch $@
+
+$(TRITON): $(INSTALLED)
+	$(PIP) install -q --no-deps --target $@ triton==$(patsubst $(VENV)/triton-%,%,$@)
 	@touch $@
 
 $(SITE): $(INSTALLED)
@@ -100,7 +103,7 @@ test: $(INSTALLED)
 	$(BIN)/pyright
 	$(PYTEST) -n 2 -m "not slow"
 
-test-all: $(PEERS) docs
+test-all: $(PEERS) $(TRITON) docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright

@@ -3,12 +3,13 @@
     python -m benchmarks.everywhere           (make bench NAME=everywhere)
 
 The models are GPT-2, Llama and ViT of transformers, with PyTorch's fused attention and without dropout. Recompute is
-compared with ``torch.utils.checkpoint`` and with the memory budget of ``torch.compile``, offload with ``save_on_cpu``
-and the offload policy of ``fully_shard``, pipelines with ``torch.distributed.pipelining`` on two processes. The steps
-of all modes take turns on one thread, and time ratios are medians over the rounds. Recompute is timed in CPU seconds,
-which other processes change little; pipelines are timed in seconds and in CPU seconds of both processes. The gradients
-of every mode are compared with those of the plain model; a difference above ``TOLERANCE`` ends the benchmark.
-Compilation is not timed. Offload has no device here, so its bytes are counted and its time is not measured.
+compared with ``torch.utils.checkpoint`` and with the memory budgets of ``torch.compile`` that save about as many bytes,
+offload with ``save_on_cpu`` and the offload policy of ``fully_shard``, pipelines with ``torch.distributed.pipelining``
+on two processes. The steps of all modes take turns on one thread, and time ratios are medians over the rounds.
+Recompute is timed in CPU seconds, which other processes change little; pipelines are timed in seconds and in CPU
+seconds of both processes. The gradients of every mode are compared with those of the plain model; a difference above
+``TOLERANCE`` ends the benchmark. Compilation is not timed. Offload has no device here, so its bytes are counted and its
+time is not measured.
 """
 
 import os
@@ -59,8 +60,9 @@ from reference_torch.recompute import MemoryUse, measure_memory, recompute_modul
 SIZES = Sizes()
 ROUNDS = 7
 EAGER = ("GPT-2", "Llama", "ViT")
-BUDGETS = {"GPT-2": (0.5, 0.7), "Llama": (0.5, 0.7)}
-"""Memory budgets of torch.compile, by model; models that are not listed are not compiled."""
+COMPILED = EAGER
+BISECTIONS = 5
+"""Halvings of the interval of memory budgets of torch.compile."""
 OFFLOADED = ("GPT-2", "Llama")
 PIPELINED = (
     ("GPT-2", "1f1b", True),
@@ -81,6 +83,7 @@ MIB = 2**20
 PLAIN = "plain"
 COMPILED_PLAIN = "torch.compile"
 OURS = "recompute_modules"
+OURS_EAGER = f"{OURS}, norms and activation"
 
 
 class Mode:
@@ -167,7 +170,7 @@ RECOMPUTE: dict[str, Callable[[str, nn.Module], Any]] = {
         checkpoint_blocks, context_fn=partial(create_selective_checkpoint_contexts, save_products)
     ),
     "checkpoint, norms and activation": checkpoint_submodules,
-    f"{OURS}, norms and activation": recompute_submodules,
+    OURS_EAGER: recompute_submodules,
 }
 """Changes of a model, by mode."""
 
@@ -175,13 +178,15 @@ RECOMPUTE: dict[str, Callable[[str, nn.Module], Any]] = {
 def measure_recompute(name: str, console: Console) -> list[dict[str, Any]]:
     """Measure all recompute modes of a model."""
     changes = dict(RECOMPUTE)
-    if name in BUDGETS:
-        changes[COMPILED_PLAIN] = compile_blocks
-        changes |= {f"{COMPILED_PLAIN}, budget {b}": partial(compile_blocks, budget=b) for b in BUDGETS[name]}
-        changes[f"{COMPILED_PLAIN}, {OURS}"] = partial(compile_blocks, recompute=True)
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.compile, about graph breaks and its own functions
+        if name in COMPILED:
+            changes[COMPILED_PLAIN] = compile_blocks
+            for budget in budgets_of_equal_bytes(name, console):
+                changes[f"{COMPILED_PLAIN}, budget {budget:g}"] = partial(compile_blocks, budget=budget)
+            changes[f"{COMPILED_PLAIN}, {OURS}"] = partial(compile_blocks, recompute=True)
+        torch._dynamo.reset()
         modes = {mode: Mode(name, change) for mode, change in changes.items()}
         for mode in track(modes.values(), f"recompute, {name}: memory", console=console, transient=True):
             mode.measure()
@@ -189,6 +194,24 @@ def measure_recompute(name: str, console: Console) -> list[dict[str, Any]]:
         for mode in modes.values():
             mode.seconds.append(mode.step())
     return [row_of(name, mode, modes) for mode in modes]
+
+
+def budgets_of_equal_bytes(name: str, console: Console) -> list[float]:
+    """Return the budgets of torch.compile next to the bytes that recompute_modules saves in eager mode.
+
+    The first saves at most as many bytes, the second saves more. The saved bytes are a step function of the budget, so
+    no budget may save just as many.
+    """
+    expected = Mode(name, RECOMPUTE[OURS_EAGER])
+    expected.measure()
+    low, high = 0.0, 1.0
+    for _ in track(range(BISECTIONS), f"recompute, {name}: budgets", console=console, transient=True):
+        middle = (low + high) / 2
+        torch._dynamo.reset()
+        compiled = Mode(name, partial(compile_blocks, budget=middle))
+        compiled.measure()
+        low, high = (middle, high) if compiled.memory.saved <= expected.memory.saved else (low, middle)
+    return [low, high]
 
 
 def row_of(name: str, mode: str, modes: dict[str, Mode]) -> dict[str, Any]:

@@ -178,7 +178,7 @@ SHRUNK = {
     "b.REAL_ROUNDS, b.TIMED = 1, 1",
     "wavefront": "COUNTS, b.SIZES, b.TURNS, b.EXCHANGES = (2,), (2,), 1, ('pipelined',)\n"
     "b.MODEL = replace(b.MODEL, hidden_size=32, seq_length=32)",
-    "everywhere": "SIZES, b.ROUNDS, b.BUDGETS = b.Sizes(32, 2, 2, 16, 1, 64), 1, {'GPT-2': (0.5,)}\n"
+    "everywhere": "SIZES, b.ROUNDS, b.COMPILED, b.BISECTIONS = b.Sizes(32, 2, 2, 16, 1, 64), 1, ('GPT-2',), 1\n"
     "b.PIPELINE = b.SIZES._replace(blocks=4, batch=b.MICROBATCHES)\n"
     "b.EAGER, b.OFFLOADED, b.PIPELINED = ('GPT-2',), ('Llama',), b.PIPELINED[::4]",
     "offload": "CONFIG, b.BATCH, b.STEPS, b.AHEAD = replace(b.CONFIG, hidden_size=32, seq_length=16), 1, 2, range(2)",

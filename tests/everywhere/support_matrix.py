@@ -31,7 +31,7 @@ from reference_torch.delta_rule import chunk_gated_delta_rule, recurrent_gated_d
 from reference_torch.offload import offload_modules
 from reference_torch.ops import short_convolution
 from reference_torch.pipeline import PipelineExecutor, split_model
-from reference_torch.recompute import CheckpointWithoutOutput, recompute_modules
+from reference_torch.recompute import recompute_modules, region
 from tests.everywhere.support_table import PAGE, limit_in_words, update, write_table
 
 COMMAND = "python -m tests.everywhere.support_matrix"
@@ -67,6 +67,11 @@ REFUSED = {
 """Errors of the cells that are refused, as a regular expression."""
 INACTIVE = {("offload_modules", name): "plain copy" for name in ("deepcopy", "pickle")}
 """Cells in which the technique does nothing, as docs/everywhere.md says, and their text in the table."""
+DROPPED = {"torch checkpoint inside": 3 * MICROBATCHES}
+"""Outputs that recompute drops at least: the activation of each block, and where it is not inside of another
+checkpoint, also the norm."""
+REPLACING = ("FSDP2", "DTensor")
+"""Surroundings that replace the parameters of a model, so that offload moves only activations."""
 RANKS = {"DDP": 2, "FSDP2": 2, "DTensor": 2}
 """Number of ranks of a replicated, sharded or tensor-parallel model; 1 if not given. Context parallelism doubles it."""
 
@@ -208,7 +213,7 @@ class Cell:
         self.context = None if group is None else build_cp_context(offsets, group, 3)
         self.model = make(surroundings)
         self.close = lambda: None
-        self.moved_before = 0
+        self.moves: list[str] = []
         if technique == "recompute_modules":
             recompute_modules(self.model, {"blocks.*": ["norm", "activation"]})
         elif technique == "add_hyper_connections":
@@ -219,20 +224,23 @@ class Cell:
         parts = split_model(self.model, ["blocks.1", "head"]) if technique == "PipelineExecutor" else [self.model]
         self.parts = [wrap(surroundings, part, mesh) for part in parts]
         if technique == "offload_modules":
-            self.moved_before = self.manager.statistics.bytes_in  # wrapping fetches what it reads
+            self.manager.trace = self.moves  # from now on: wrapping fetches what it reads
 
-    def is_active(self, checkpoints: int, additional: list[Tensor]) -> bool:
-        """Return whether the technique has done something.
+    def is_active(self, dropped: int, additional: list[Tensor]) -> bool:
+        """Return whether the technique has done what it should in all blocks.
 
         Args:
-            checkpoints: calls whose outputs were dropped.
+            dropped: number of outputs that recompute has dropped.
             additional: gradients of parameters that the plain model does not have.
         """
         match self.technique:
             case "recompute_modules":
-                return checkpoints > 0
+                return dropped >= DROPPED.get(self.surroundings, 2 * 3 * MICROBATCHES)
             case "offload_modules":
-                return self.manager.statistics.bytes_in > self.moved_before
+                fetched = [move[1:] for move in self.moves if move[0] == "+"]
+                layers = {name for name in fetched if name.isdigit()}
+                activations = {name for name in fetched if name[0] == "a"}
+                return bool(activations) and (len(layers) == 3 or self.surroundings in REPLACING)
             case "add_hyper_connections":
                 return any(gradient.abs().max() > 0 for gradient in additional)
         return True
@@ -339,11 +347,11 @@ def run(technique: str, surroundings: str) -> str:
         cell = None
         is_active = True
         try:
-            with patch.object(CheckpointWithoutOutput, "checkpoint", counted := _Counted()):
+            with patch.object(region, "empty_storage", wraps=region.empty_storage) as emptied:
                 cell = Cell(technique, surroundings, mesh, group, alone)
                 found = results(cell)
             additional = [tensor for name, tensor in found.items() if name not in expected]
-            is_active = cell.is_active(counted.calls, additional)
+            is_active = cell.is_active(emptied.call_count, additional)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -352,19 +360,6 @@ def run(technique: str, surroundings: str) -> str:
     if group is not None:
         found = {name: joined(name, tensor, group) for name, tensor in found.items()}
     return f"{difference(found, expected):.0e}" if is_active else "inactive"
-
-
-class _Counted:
-    """The method CheckpointWithoutOutput.checkpoint, with a counter of its calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self._method = CheckpointWithoutOutput.checkpoint
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is not None:
-            self.calls += 1
-        return self._method.__get__(instance, owner)
 
 
 def joined(name: str, tensor: Tensor, group: Any) -> Tensor:

@@ -5,16 +5,21 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from diptych.planner.memory import kernel_work
 from diptych.planner.memory.kernel_work import KernelWork, Work
 from diptych.planner.memory.rule import RuleShape
 from diptych.planner.step_time import Machine, StageTimes
 from diptych.plans.config import TransformerConfig
+from diptych.plans.model.delta_rule import DeltaRuleOptions
 from diptych_kernels import aot as ahead
 from diptych_kernels.launch_times import GPUS, Counted, Gpu, count, loop_values
+from reference_torch.delta_rule.gates import apply_norm_and_gate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 
@@ -85,6 +90,50 @@ def test_the_plan_knows_bytes_and_products_of_the_delta_rule(per_channel, length
                 continue  # wider types have narrower tiles, and a sum of dbeta for each
             assert 0 <= launch.all_bytes() - work.moved <= tables, name
             assert work.flops == pytest.approx(launch.flops(), rel=0.01), name
+
+
+class BytesOfOperations(TorchDispatchMode):
+    """Count the bytes of the tensors that each operation reads and writes; views do neither."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        read, written = (
+            {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tree_leaves(tree) if torch.is_tensor(x)}
+            for tree in ((args, kwargs), result)
+        )
+        if not read.keys() & written.keys():
+            self.bytes += sum((read | written).values())
+        return result
+
+
+@given(kind=st.sampled_from(["kda", "gdn"]), dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
+def test_the_plan_knows_bytes_of_norms_and_gates(kind, dtype):
+    tokens, key_heads, heads, key = 32, 2, 4, 64
+    options = DeltaRuleOptions(True, None, 64, True, kind == "kda")
+    q, k = (torch.randn(1, tokens, key_heads, key, dtype=dtype, requires_grad=True) for _ in range(2))
+    g = torch.randn(1, tokens, heads, key, dtype=dtype, requires_grad=True)
+    parameters = torch.randn(heads, requires_grad=True), torch.randn(heads * key, requires_grad=True)
+    with BytesOfOperations() as forward:
+        results = apply_norm_and_gate(q, k, g, *parameters, options)
+    gradients = [torch.randn_like(x) for x in results]
+    with BytesOfOperations() as backward:
+        torch.autograd.backward(results[: 3 if kind == "kda" else 2], gradients[: 3 if kind == "kda" else 2])
+    wide = max(4, dtype.itemsize)
+    work = kernel_work.delta_rule(RuleShape(kind, 1, tokens, key_heads, heads, key, key, dtype.itemsize, wide))
+    assert work.forward[0].moved == pytest.approx(forward.bytes, rel=0.03)
+    assert work.backward[-1].moved == pytest.approx(backward.bytes, rel=0.03)
+
+
+def test_kernels_compute_whole_chunks():
+    part, whole = (of_kernels(RuleShape("kda", 1, length, 2, 2, 64, 64, 2, 4)) for length in (65, 128))
+    for passes in zip(part, whole, strict=True):
+        for one, other in zip(*passes, strict=True):
+            assert (one.instructions, one.flops) == (other.instructions, other.flops)
+            assert one.moved < other.moved
 
 
 @given(

@@ -70,10 +70,10 @@ INSTRUCTIONS: Mapping[str, Instructions] = {
     "sum_heads": Instructions(per_key=18),
 }
 """By kernel, at most; the counts may be smaller by a twentieth."""
-NORM_PASSES = 6, 10
-"""Passes over q and k in the framework's L2 norm, in forward and in backward."""
-GATE_PASSES = 7, 9
-"""Passes over float32 g in the framework's gate of KDA, in forward and in backward."""
+NORM_PASSES = 5, 15
+"""Passes over q and k in float32 in PyTorch's L2 norm, in forward and in backward, besides two casts if narrower."""
+GATE_PASSES = 6, 10
+"""Passes over g in float32 in PyTorch's gate of KDA without lower bound, likewise, besides one cast."""
 SMALLEST_CHUNK = 16
 """Tokens of a tile, and of the smallest chunk of the kernels."""
 
@@ -143,7 +143,6 @@ class _Sizes:
         chunks = shape.batch * -(-shape.length // chunk)
         self.shape = shape
         self.is_kda = shape.kind == "kda"
-        self.token_heads = tokens * heads
         self.per_chunk = chunks * heads
         self.chunk = chunk
         self.qk = tokens * shape.key_heads * shape.key * shape.item
@@ -164,9 +163,13 @@ class _Sizes:
 
     def around(self) -> tuple[Work, Work]:
         """Return the work of the framework before the first and after the last kernel."""
-        gate = self.g * self.is_kda
+        item, wide = self.shape.item, self.shape.wide
+        cast = item + wide if item < wide else 0
+        keys = 2 * self.qk / item
+        channels = self.g / wide * self.is_kda
         forward, backward = (
-            Work(2 * self.qk * norm + gate * passes) for norm, passes in zip(NORM_PASSES, GATE_PASSES, strict=True)
+            Work(keys * (wide * norm + 2 * cast) + channels * (wide * gate + cast))
+            for norm, gate in zip(NORM_PASSES, GATE_PASSES, strict=True)
         )
         return forward, backward
 
@@ -240,6 +243,7 @@ class _Sizes:
         return self._work(f"{name}, {self.shape.kind}", moved, per_token)
 
     def _work(self, name: str, moved: float, flops_per_token: float) -> Work:
-        """Return the work of a launch."""
+        """Return the work of a launch, which computes whole chunks."""
         per_token = INSTRUCTIONS[name].of(self.shape.key, self.shape.value)
-        return Work(moved, flops_per_token * self.token_heads, per_token * self.token_heads)
+        tokens = self.per_chunk * self.chunk
+        return Work(moved, flops_per_token * tokens, per_token * tokens)
