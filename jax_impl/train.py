@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from diptych.plans.checkpoint import (
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
+from diptych.plans.optimizer_shares import has_master_weights
 from diptych.plans.training import (
     CLIP_EPSILON,
     StepResult,
@@ -52,12 +53,20 @@ from jax_impl.groups import gather_texts, on_first_rank
 from jax_impl.history_updates import history_flags, with_advanced, without_histories
 from jax_impl.offload import Layers, OffloadedStep
 from jax_impl.pipeline import OffloadedPipeline, PipelineStep, make_pipeline_step
-from jax_impl.saving import export_arrays, export_parameters, import_arrays, import_parameters
+from jax_impl.saving import as_stored, export_arrays, export_parameters, import_arrays, import_parameters
 from jax_impl.transformer import GPTModel
 
 Parameters = Any
 """Parameters, gradients or moments: of the undivided model (nnx.State), or placed on the ranks of the pipeline
 (StagedParameters)."""
+
+
+class OptimizerState(NamedTuple):
+    """The state of AdamW, and of a distributed optimizer with master weights."""
+
+    adam: optax.OptState
+    master_weights: Parameters | None = None
+    """Shares of the parameters that are rounded, and of others no elements; None: no parameter is rounded."""
 
 
 class Trainer:
@@ -101,23 +110,26 @@ class Trainer:
             )
         self._optimizer = optax.scale_by_adam(train_config.adam_beta1, train_config.adam_beta2, train_config.adam_eps)
         self._params: Parameters = self._staged(params)
+        """Parameters as a step reads them; see _exact."""
         self._shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), self._params)
+        self._optimizer_state = self._initial_state()
+        exact = self._params
+        self._params = self._as_stored(exact)
         self.offload = (
             OffloadedStep(config, params, count)
             if self._pipeline is None
             else OffloadedPipeline(self._pipeline, self._params, count)
         )
-        self._optimizer_state = self._initial_state()
-        self._params = self.offload.place(self._params)
+        self._place(exact)
         self._update = jax.jit(self._update_step, donate_argnums=(0, 1))
         self._apply = jax.jit(self._apply_gradients, donate_argnums=(0, 1))
-        self._value_and_grad = jax.jit(jax.value_and_grad(self._loss))
+        self._value_and_grad = jax.jit(self._loss_and_gradients)
         self._evaluate = jax.jit(partial(self._loss, training=False))
 
     @property
     def model(self) -> GPTModel:
         """The model with its present parameters, undivided."""
-        return nnx.merge(self._graph, self._joined(self._params))
+        return nnx.merge(self._graph, self._joined(self._exact()))
 
     @property
     def offload_statistics(self) -> dict[str, Any] | None:
@@ -225,7 +237,7 @@ class Trainer:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Return a copy of every parameter, by canonical name."""
-        return export_parameters(self._joined(self._params))
+        return export_parameters(self._joined(self._exact()))
 
     def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
         """Overwrite every parameter, and keep the state of the optimizer.
@@ -236,7 +248,7 @@ class Trainer:
         Raises:
             ValueError: names or shapes differ from those of the model.
         """
-        self._params = self.offload.place(self._staged(import_parameters(self._joined(self._params), values)))
+        self._place(self._staged(import_parameters(self._joined(self._exact()), values)))
 
     def save(self, folder: Path, keep: int = 2) -> Path:
         """Write a checkpoint of the run between two steps, and remove all but the newest ``keep`` checkpoints.
@@ -251,7 +263,7 @@ class Trainer:
         Raises:
             CheckpointError: see diptych.plans.checkpoint.write_checkpoint.
         """
-        arrays = export_arrays(self._joined(self._params), self._moments(lambda m: self._joined(self._whole(m))))
+        arrays = export_arrays(self._joined(self._exact()), self._moments(lambda m: self._joined(self._whole(m))))
         checkpoint = Checkpoint(self.steps_taken, arrays, self._settings())
         return Path(on_first_rank(lambda: str(write_checkpoint(folder, checkpoint, keep))))
 
@@ -282,13 +294,13 @@ class Trainer:
         """
         checkpoint = read_on_all_ranks(path, partial(check_settings, settings=self._settings()), gather_texts)
         params, self._optimizer_state = import_arrays(
-            self._joined(self._params),
+            self._joined(self._exact()),
             self._moments(lambda m: self._joined(self._whole(m))),
             checkpoint.arrays,
             checkpoint.step,
         )
-        self._params = self.offload.place(self._staged(params))
         self._optimizer_state = self._counted(self._moments(lambda m: self._own(self._staged(m))))
+        self._place(self._staged(params))
         self.steps_taken = checkpoint.step
         return checkpoint.step
 
@@ -304,8 +316,8 @@ class Trainer:
         assert isinstance(offload, OffloadedStep), "pipelines accumulate in their own step"
         resident = offload.begin(params)
         if size == total:
-            shares, resident = offload.value_and_grad(self._loss, params, resident, batch, step)
-            return *shares, resident
+            (loss, gradients), resident = offload.value_and_grad(self._loss, params, resident, batch, step)
+            return loss, self._widened(gradients), resident
 
         def add_microbatch(carry: tuple, microbatch: tuple) -> tuple[tuple, None]:
             sums, resident = carry
@@ -314,10 +326,19 @@ class Trainer:
             shares, resident = offload.value_and_grad(share_of_loss, params, resident, part, step)
             return (jax.tree.map(jnp.add, sums, shares), resident), None
 
-        zero = jnp.zeros((), self.config.params_dtype), jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)
+        zero = jnp.zeros((), self.config.params_dtype), self._widened(jax.tree.map(jnp.zeros_like, params))
         parts = jax.tree.map(lambda x: x.reshape(total // size, size, -1), batch)
         (shares, resident), _ = jax.lax.scan(add_microbatch, (zero, resident), (jnp.arange(0, total, size), parts))
         return *shares, resident
+
+    def _widened(self, gradients: Any) -> Any:
+        """Return gradients in the type in which they are summed, also those of rounded parameters."""
+        return jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, self.config.params_dtype)), gradients)
+
+    def _loss_and_gradients(self, *args: Any, **kwargs: Any) -> tuple[Array, nnx.State]:
+        """Return the loss of a microbatch and its gradients; arguments as those of _loss."""
+        loss, gradients = jax.value_and_grad(self._loss)(*args, **kwargs)
+        return loss, self._widened(gradients)
 
     def _loss(
         self,
@@ -340,8 +361,8 @@ class Trainer:
         return loss * share
 
     def _update_step(
-        self, params: nnx.State, optimizer_state: optax.OptState, batch: Batch, step: Array, rate: Array
-    ) -> tuple[nnx.State, optax.OptState, Array, Array]:
+        self, params: nnx.State, optimizer_state: OptimizerState, batch: Batch, step: Array, rate: Array
+    ) -> tuple[nnx.State, OptimizerState, Array, Array]:
         """Return new parameters, new optimizer state, the loss, and the norm of the gradients before clipping."""
         loss, gradients, resident = self._accumulate_gradients(params, batch, step)
         params, optimizer_state, norm = self._apply_gradients(params, optimizer_state, loss, gradients, rate, resident)
@@ -350,12 +371,12 @@ class Trainer:
     def _apply_gradients(
         self,
         params: Parameters,
-        optimizer_state: optax.OptState,
+        optimizer_state: OptimizerState,
         loss: Array,
         gradients: Parameters,
         rate: Array,
         resident: Layers | None = None,
-    ) -> tuple[Parameters, optax.OptState, Array]:
+    ) -> tuple[Parameters, OptimizerState, Array]:
         """Clip the gradients and update the parameters, unless loss or norm is not finite.
 
         Returns:
@@ -369,10 +390,10 @@ class Trainer:
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         select = partial(jax.tree.map, partial(jnp.where, finite))  # a step that is not finite changes nothing
 
-        def change(params: Any, state: optax.OptState, gradients: Any) -> tuple[Any, optax.OptState]:
-            own = self._own(params)
+        def change(params: Any, state: OptimizerState, gradients: Any) -> tuple[Any, OptimizerState]:
+            own = _with_master_weights(self._own(params), state.master_weights)
             histories = self._histories(params)
-            updates, new_state = self._optimizer.update(without_histories(gradients, histories), state)
+            updates, adam = self._optimizer.update(without_histories(gradients, histories), state.adam)
             decayed = jax.tree.map(
                 lambda u, p, decays: u + self.train_config.weight_decay * p if decays else u,
                 updates,
@@ -382,7 +403,9 @@ class Trainer:
             new = jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, own, decayed)
             new = with_advanced(new, own, gradients, histories, self.config.fp8_amax_history_len)
             new = select(new, own)
-            return self._whole(new, params), select(new_state, state)
+            masters = _only_master_weights(new, state.master_weights)
+            new = jax.tree.map(lambda new, p: new.astype(p.dtype), new, params)
+            return self._whole(new, params), OptimizerState(select(adam, state.adam), masters)
 
         return *self.offload.update(change, params, optimizer_state, gradients, resident or {}), norm
 
@@ -412,14 +435,48 @@ class Trainer:
             return own
         return step.shares.join(own, self._shapes if shapes is None else shapes)
 
-    def _initial_state(self) -> optax.OptState:
+    def _initial_state(self) -> OptimizerState:
         """Return the state of the optimizer before the first step, on the devices of the parameters."""
         step = self._pipeline
         if step is None:
-            return self._optimizer.init(self._params)
-        self._optimizer_state = self._optimizer.init(jax.jit(self._own)(self._params))
-        shardings = step.shares.shardings if step.divides_gradients else step.shardings
-        return self._counted(self._moments(lambda m: jax.device_put(m, shardings(m))))
+            return OptimizerState(self._optimizer.init(self._params))
+        self._optimizer_state = OptimizerState(self._optimizer.init(jax.jit(self._own)(self._params)))
+        return self._counted(self._moments(lambda m: jax.device_put(m, self._own_shardings(m))))
+
+    def _as_stored(self, exact: Parameters) -> Parameters:
+        """Return staged parameters as a step reads them."""
+        if not has_master_weights(self.config):
+            return exact
+        return as_stored(exact, self.config) if self._pipeline is None else self._pipeline.stages.as_stored(exact)
+
+    def _place(self, exact: Parameters) -> None:
+        """Overwrite the parameters, given staged, and their master weights."""
+        stored = self._as_stored(exact)
+        self._params = self.offload.place(stored)
+        if not has_master_weights(self.config):
+            return
+
+        def master(share: Array, whole: Array, stored: Array) -> Array:
+            return jnp.zeros((*share.shape[:-1], 0), share.dtype) if whole.dtype == stored.dtype else share
+
+        masters = jax.tree.map(master, jax.jit(self._own)(exact), exact, stored)
+        if self._pipeline is not None:
+            masters = jax.device_put(masters, self._own_shardings(masters))
+        self._optimizer_state = self._optimizer_state._replace(master_weights=masters)
+
+    def _own_shardings(self, own: Parameters) -> Parameters:
+        """Return the sharding of every leaf of what the devices of a pipeline update."""
+        step = self._pipeline
+        assert step is not None, "arrays of one device have no sharding"
+        return step.shares.shardings(own) if step.divides_gradients else step.shardings(own)
+
+    def _exact(self) -> Parameters:
+        """Return the staged parameters, those that are rounded from their master weights."""
+        masters = self._optimizer_state.master_weights
+        if masters is None:
+            return self._params
+        shapes = jax.tree.map(lambda p, m: p if m.size else m, self._shapes, masters)
+        return _with_master_weights(self._params, self._whole(masters, shapes))
 
     def _decays(self, params: Parameters) -> Parameters:
         """Return True for every parameter with weight decay, which its shape in the undivided model decides."""
@@ -441,19 +498,19 @@ class Trainer:
         """Invert _staged."""
         return params if self._pipeline is None else self._pipeline.join_parameters(params)
 
-    def _moments(self, change: Callable[[Any], Any]) -> optax.OptState:
+    def _moments(self, change: Callable[[Any], Any]) -> OptimizerState:
         """Return the state of the optimizer with ``change`` applied to both moments."""
         state = self._optimizer_state
-        first, second = (change(optax.tree_utils.tree_get(state, name)) for name in ("mu", "nu"))
-        return optax.tree_utils.tree_set(state, mu=first, nu=second)
+        first, second = (change(optax.tree_utils.tree_get(state.adam, name)) for name in ("mu", "nu"))
+        return state._replace(adam=optax.tree_utils.tree_set(state.adam, mu=first, nu=second))
 
-    def _counted(self, state: optax.OptState) -> optax.OptState:
+    def _counted(self, state: OptimizerState) -> OptimizerState:
         """Place the step count of an optimizer state on the devices of the parameters."""
         if self._pipeline is None:
             return state
-        count = np.asarray(optax.tree_utils.tree_get(state, "count"))
+        count = np.asarray(optax.tree_utils.tree_get(state.adam, "count"))
         everywhere = NamedSharding(self._pipeline.mesh, PartitionSpec())
-        return optax.tree_utils.tree_set(state, count=jax.device_put(count, everywhere))
+        return state._replace(adam=optax.tree_utils.tree_set(state.adam, count=jax.device_put(count, everywhere)))
 
     def _parts(self, batch: Batch, step: int = 0) -> tuple[Any, ...]:
         """Return the arguments of PipelineStep: arrays by microbatch, with all replicas concatenated."""
@@ -461,6 +518,16 @@ class Trainer:
         samples = np.arange(self.train_config.global_batch_size, dtype=np.int32)
         tokens, targets, starts = jax.tree.map(lambda x: x.reshape(count, -1, x.shape[-1]), batch)
         return tokens, targets, step, samples.reshape(count, -1), starts
+
+
+def _with_master_weights(params: Parameters, masters: Parameters | None) -> Parameters:
+    """Return parameters, or shares of them, with master weights in place of those that have some."""
+    return params if masters is None else jax.tree.map(lambda p, m: m if m.size else p, params, masters)
+
+
+def _only_master_weights(params: Parameters, masters: Parameters | None) -> Parameters | None:
+    """Return those of the parameters that have master weights, and of others no elements."""
+    return None if masters is None else jax.tree.map(lambda p, m: p if m.size else m, params, masters)
 
 
 def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Iterator[StepResult]:

@@ -1,4 +1,4 @@
-"""Helpers for custom backward functions."""
+"""Helpers for custom backward functions and for gradients."""
 
 import contextlib
 import functools
@@ -6,6 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the type in which the gradients of a parameter are summed."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

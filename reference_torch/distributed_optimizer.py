@@ -4,7 +4,7 @@ diptych/plans/optimizer_shares.py defines the shares. Ranks exchange one buffer 
 the shares of a rank are side by side: [ranks, entries of the shares].
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from diptych.plans.optimizer_shares import own_share, share_size
+from reference_torch.autograd import gradient_dtype
 from reference_torch.groups import gather_rows
 from reference_torch.history_adamw import advance
 
@@ -76,16 +77,18 @@ def norms_of_shares(tensors: Sequence[Tensor], ranks: int, only: int | None = No
 class DistributedAdamW(torch.optim.Optimizer):
     """AdamW whose ranks each store the state of their share and update it; results equal those of AdamW.
 
-    Gradients are whole tensors, of which only the rank's share is read.
+    Gradients are whole tensors, of which only the rank's share is read. With ``store_in``, parameters are rounded
+    copies of master weights, of which a rank has its share.
 
     Args:
         params: as in torch.optim.AdamW.
-        group: the ranks with the same parameters. All call ``step`` with the same parameters in the same order.
+        group: the ranks with the same parameters. All call ``step`` with the same parameters in the same order. None:
+            this process alone.
         timeout: seconds to wait for the other ranks.
         defaults: lr, betas, eps and weight_decay, as in torch.optim.AdamW.
     """
 
-    def __init__(self, params: Any, group: ProcessGroup, timeout: float, **defaults: Any) -> None:
+    def __init__(self, params: Any, group: ProcessGroup | None, timeout: float, **defaults: Any) -> None:
         super().__init__(params, defaults)
         self._group = group
         self._timeout = timeout
@@ -93,22 +96,53 @@ class DistributedAdamW(torch.optim.Optimizer):
     @property
     def ranks(self) -> int:
         """Number of ranks that divide the state."""
-        return self._group.size()
+        return 1 if self._group is None else self._group.size()
 
     def own_share(self, x: Tensor) -> Tensor:
         """Return the flat share of this rank, a view of a contiguous tensor."""
-        return x.view(-1)[own_share(x.numel(), self.ranks, dist.get_rank(self._group))]
+        rank = 0 if self._group is None else dist.get_rank(self._group)
+        return x.view(-1)[own_share(x.numel(), self.ranks, rank)]
+
+    @torch.no_grad()
+    def store_in(self, dtype: torch.dtype, parameters: Iterable[Tensor]) -> None:
+        """Round parameters to a narrower type, and keep this rank's share of their values as master weights.
+
+        Updates change the master weights and round again. Gradients stay in the type that the parameters had, in which
+        microbatches are summed.
+
+        Args:
+            dtype: new type of the parameters.
+            parameters: parameters without gradients, before their first update.
+        """
+        for parameter in parameters:
+            wide = parameter.dtype
+            self.state[parameter]["master_weight"] = self.own_share(parameter.detach()).clone()
+            parameter.data = parameter.data.to(dtype)
+            parameter.grad_dtype = wide
+
+    def master_weight(self, parameter: Tensor) -> Tensor | None:
+        """Return this rank's share of the master weights of a parameter, flat; None if it has none."""
+        return self.state[parameter].get("master_weight") if parameter in self.state else None
+
+    def set_master_weight(self, parameter: Tensor, value: Tensor) -> None:
+        """Overwrite this rank's share of the master weights of a parameter that has some; ``value`` is whole."""
+        master = self.master_weight(parameter)
+        if master is not None:
+            master.copy_(self.own_share(value.to(master.dtype)))
 
     def whole(self, share: Tensor | None, parameter: Tensor) -> Tensor:
         """Return the shares of all ranks as a tensor of the shape of their parameter; every rank calls this.
 
         Args:
-            share: share of this rank, which may be on the host; None: zeros.
-            parameter: gives shape, dtype and device.
+            share: share of this rank, which may be on the host; None: zeros, in the type of gradients.
+            parameter: gives shape and device.
         """
-        own = torch.zeros(share_size(parameter.numel(), self.ranks), dtype=parameter.dtype, device=parameter.device)
+        dtype = gradient_dtype(parameter) if share is None else share.dtype
+        own = torch.zeros(share_size(parameter.numel(), self.ranks), dtype=dtype, device=parameter.device)
         if share is not None:
             own[: len(share)] = share
+        if self._group is None:
+            return own.view(parameter.shape)
         rows = gather_rows(own, self._group, "the optimizer's state of other ranks", self._timeout)
         return rows.flatten()[: parameter.numel()].view(parameter.shape)
 
@@ -127,19 +161,27 @@ class DistributedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             changed += parameters
-            shares = [(p, self.own_share(p.detach()), self.own_share(p.grad.contiguous())) for p in parameters]
+            shares = [(p, self._updated(p), self.own_share(p.grad.contiguous())) for p in parameters]
             if "history_len" in group:
                 advance([share for _, share, _ in shares], [g for *_, g in shares], group["history_len"])
             else:
                 self._update(group, [each for each in shares if len(each[1])])
+            for parameter, share, _ in shares:
+                if self.master_weight(parameter) is not None:
+                    self.own_share(parameter.detach()).copy_(share)
         for dtype in dict.fromkeys(p.dtype for p in changed):
             self._receive([p for p in changed if p.dtype == dtype])
+
+    def _updated(self, parameter: Tensor) -> Tensor:
+        """Return what an update changes: this rank's share of a parameter, or of its master weights."""
+        master = self.master_weight(parameter)
+        return self.own_share(parameter.detach()) if master is None else master
 
     def _update(self, group: dict[str, Any], shares: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         """Update shares in place, given as (parameter, its share, the share of its gradient)."""
         for parameter, share, _ in shares:
-            if parameter not in self.state:
-                self.state[parameter] = {
+            if "exp_avg" not in self.state[parameter]:
+                self.state[parameter] |= {
                     "step": torch.zeros((), device=share.device),
                     "exp_avg": torch.zeros_like(share),
                     "exp_avg_sq": torch.zeros_like(share),
@@ -147,7 +189,7 @@ class DistributedAdamW(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter, *_ in shares]
         adamw(
             [share for _, share, _ in shares],
-            [gradient for *_, gradient in shares],
+            [gradient.to(share.dtype) for _, share, gradient in shares],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -164,6 +206,8 @@ class DistributedAdamW(torch.optim.Optimizer):
 
     def _receive(self, parameters: list[Tensor]) -> None:
         """Overwrite the shares of other ranks with what they have computed."""
+        if self._group is None:
+            return
         sizes = [share_size(p.numel(), self.ranks) for p in parameters]
         own = parameters[0].new_zeros(sum(sizes))
         for parameter, part in zip(parameters, own.split(sizes), strict=True):

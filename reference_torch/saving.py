@@ -15,28 +15,38 @@ from torch import Tensor, nn
 
 from diptych.plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, recorded_model, split_arrays
 from diptych.plans.model.parameters import ParameterSpec, check_values
+from reference_torch.autograd import gradient_dtype
 from reference_torch.distributed_optimizer import DistributedAdamW
 from reference_torch.offload import host_value
 from reference_torch.transformer import GPTModel
 
-_MOMENTS = {"exp_avg": "first moment", "exp_avg_sq": "second moment"}
-"""Names of AdamW's moments in PyTorch and in error messages."""
+_STATE = {"exp_avg": "first moment", "exp_avg_sq": "second moment", "master_weight": "master weight"}
+"""Names of the optimizer's state of a parameter in PyTorch and in error messages."""
 
 Model = nn.Module | Sequence[nn.Module]
 """A model, or its pipeline stages that are placed on this process."""
 
 
-def export_parameters(model: Model) -> dict[str, np.ndarray]:
-    """Return a copy of every parameter, by canonical name."""
-    return {name: _array(parameter) for name, parameter in _named_parameters(model)}
+def export_parameters(model: Model, optimizer: torch.optim.Optimizer | None = None) -> dict[str, np.ndarray]:
+    """Return a copy of every parameter, by canonical name.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer of its parameters, whose master weights are returned if it has some; all of its ranks
+            then call this function.
+    """
+    return {name: _array(_exact(parameter, optimizer)) for name, parameter in _named_parameters(model)}
 
 
-def import_parameters(model: Model, values: Mapping[str, np.ndarray]) -> Model:
+def import_parameters(
+    model: Model, values: Mapping[str, np.ndarray], optimizer: torch.optim.Optimizer | None = None
+) -> Model:
     """Overwrite every parameter, in place.
 
     Args:
         model: model to overwrite.
         values: new values, by canonical name.
+        optimizer: the optimizer of its parameters, whose master weights are overwritten too.
 
     Returns:
         The model.
@@ -47,7 +57,10 @@ def import_parameters(model: Model, values: Mapping[str, np.ndarray]) -> Model:
     check_values(values, _specs(model))
     with torch.no_grad():
         for name, parameter in _named_parameters(model):
-            host_value(parameter).copy_(torch.from_numpy(values[name]))
+            value = torch.from_numpy(values[name])
+            host_value(parameter).copy_(value)
+            if isinstance(optimizer, DistributedAdamW):
+                optimizer.set_master_weight(parameter, value.contiguous())
     return model
 
 
@@ -58,7 +71,7 @@ def export_arrays(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, n
     """
     arrays = {}
     for name, parameter in _named_parameters(model):
-        arrays[MODEL + name] = _array(parameter)
+        arrays[MODEL + name] = _array(_exact(parameter, optimizer))
         for prefix, key in ((FIRST_MOMENT, "exp_avg"), (SECOND_MOMENT, "exp_avg_sq")):
             moment = optimizer.state.get(parameter, {}).get(key)
             if isinstance(optimizer, DistributedAdamW):
@@ -88,17 +101,17 @@ def import_arrays(
     first, second = (split_arrays(arrays, prefix) for prefix in (FIRST_MOMENT, SECOND_MOMENT))
     check_values(first, specs)
     check_values(second, specs)
-    import_parameters(model, split_arrays(arrays, MODEL))
+    import_parameters(model, split_arrays(arrays, MODEL), optimizer)
     for name, parameter in _named_parameters(model):
         # torch.tensor always copies: the optimizer updates moments in place, and two stages of one process can have a
         # parameter of the same name, a tied embedding.
         state = {
-            key: torch.tensor(values[name], device=parameter.device, dtype=parameter.dtype)
+            key: torch.tensor(values[name], device=parameter.device, dtype=gradient_dtype(parameter))
             for key, values in (("exp_avg", first), ("exp_avg_sq", second))
         }
         if isinstance(optimizer, DistributedAdamW):
             state = {key: optimizer.own_share(moment).clone() for key, moment in state.items()}
-        optimizer.state[parameter] = {"step": torch.tensor(float(step), device=parameter.device), **state}
+        optimizer.state[parameter] |= {"step": torch.tensor(float(step), device=parameter.device), **state}
     _check_own_memory(model, optimizer)
     return model, optimizer
 
@@ -126,13 +139,20 @@ def _named_parameters(model: Model) -> Iterator[tuple[str, nn.Parameter]]:
         yield from part.named_parameters()
 
 
+def _exact(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> Tensor:
+    """Return a parameter, or the master weights of which it is a rounded copy."""
+    if isinstance(optimizer, DistributedAdamW) and (master := optimizer.master_weight(parameter)) is not None:
+        return optimizer.whole(master, parameter)
+    return parameter
+
+
 def _check_own_memory(model: Model, optimizer: torch.optim.Optimizer) -> None:
     """Assert that no two parameters or moments share memory, because each is updated in place once per step."""
     memories: list[tuple[str, int, int, str, str]] = []
     for name, parameter in _named_parameters(model):
         state = optimizer.state.get(parameter, {})
         tensors = {"parameter": host_value(parameter)}
-        tensors |= {kind: state[key] for key, kind in _MOMENTS.items() if key in state}
+        tensors |= {kind: state[key] for key, kind in _STATE.items() if key in state}
         for kind, tensor in tensors.items():
             begin = tensor.data_ptr()
             memories.append((str(tensor.device), begin, begin + tensor.nbytes, name, kind))

@@ -39,6 +39,7 @@ from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.model.parameters import check_values, initial_value, parameter_specs
 from diptych.plans.offload import rank_uses
+from diptych.plans.optimizer_shares import has_master_weights, stored_dtype
 from diptych.plans.tensor_parallel import join_all, rank_config, rank_part
 from diptych.plans.training import (
     StepResult,
@@ -126,11 +127,11 @@ class Trainer:
             sharing = tuple(group for group in (tp, self._groups.cp) if group is not None)
             set_sharing_ranks(stage, SharingRanks(sharing, config.pipeline_timeout))
         self.model = self.stages[0]
-        self.offload = offload_layers(self.stages, config)
         self._optimizer = self._make_optimizer([parameter for stage in self.stages for parameter in stage.parameters()])
+        self.offload = offload_layers(self.stages, config)
 
     def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Return AdamW, or DistributedAdamW if several ranks divide its state."""
+        """Return AdamW, or DistributedAdamW if several ranks divide its state or parameters have master weights."""
         train = self.train_config
         histories = [p for p in parameters if is_history(p.shape)]
         others = [p for p in parameters if not is_history(p.shape)]
@@ -145,10 +146,18 @@ class Trainer:
             "betas": (train.adam_beta1, train.adam_beta2),
             "eps": train.adam_eps,
         }
-        if self._is_distributed:
-            assert self._groups.with_same_stages is not None
-            return DistributedAdamW(groups, self._groups.with_same_stages, self.config.pipeline_timeout, **settings)
+        if self._is_distributed or has_master_weights(self.config):
+            group, timeout = self._groups.with_same_stages, self.config.pipeline_timeout
+            optimizer = DistributedAdamW(groups, group, timeout, **settings)
+            narrow = getattr(torch, self.config.compute_dtype)
+            optimizer.store_in(narrow, [p for p, dtype in self._stored_dtypes() if dtype != self.config.params_dtype])
+            return optimizer
         return HistoryAdamW(groups, **settings, fused=True)
+
+    def _stored_dtypes(self) -> list[tuple[torch.nn.Parameter, str]]:
+        """Return the parameters of this rank, also those of both copies of a tied embedding, and their types."""
+        named = [each for stage in self.stages for each in stage.named_parameters()]
+        return [(parameter, stored_dtype(self.config, name, parameter.shape)) for name, parameter in named]
 
     @property
     def _gradient_factor(self) -> int:
@@ -265,7 +274,7 @@ class Trainer:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Return a copy of every parameter, by canonical name; every process has to call this."""
-        return self._gather(export_parameters(self.stages))
+        return self._gather(export_parameters(self.stages, self._optimizer))
 
     def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
         """Overwrite every parameter, and keep the state of the optimizer.
@@ -277,7 +286,7 @@ class Trainer:
             ValueError: names or shapes differ from those of the model.
         """
         check_values(values, self._specs)
-        import_parameters(self.stages, self._own(values))
+        import_parameters(self.stages, self._own(values), self._optimizer)
 
     def save(self, folder: Path, keep: int = 2) -> Path:
         """Write a checkpoint of the run between two steps, and remove all but the newest ``keep`` checkpoints.

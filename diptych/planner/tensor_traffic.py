@@ -13,8 +13,7 @@ with the last value that backward reads, which may come before the last sum.
 import math
 from typing import NamedTuple
 
-from diptych.planner.memory.operations import ITEM_SIZES
-from diptych.plans.config import TransformerConfig
+from diptych.plans.config import ITEM_SIZES, TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks

@@ -13,10 +13,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from diptych.planner.memory.operations import ITEM_SIZES
 from diptych.planner.memory.ranks import padded_share_bytes
 from diptych.planner.tensor_traffic import exchanged_bytes, repeated_gradient_bytes
-from diptych.plans.config import TransformerConfig
+from diptych.plans.config import ITEM_SIZES, TransformerConfig
 from diptych.plans.context.exchange import PIPELINED, exchange_cost
 from diptych.plans.context.sequences import halo_sizes
 from diptych.plans.context.zigzag import move_cost
@@ -114,13 +113,14 @@ def _among_equal_parts(config: TransformerConfig, micro_batch_size: int, count: 
             found.append(Traffic(name, "point to point", by_rank, sum(by_rank) * copies))
     found += _context_traffic(rank_config(config), micro_batch_size, count, replicas)
     if copies > 1:
-        shares = [0] * p  # a buffer has a share for every rank, some padded
+        shares, updated = [0] * p, [0] * p  # a buffer has a share for every rank, some padded
         for stage in range(stages):
             shares[rank_of(stage)] += padded_share_bytes(config, stage, copies)
-        once = tuple((copies - 1) * size for size in shares)
+            updated[rank_of(stage)] += padded_share_bytes(config, stage, copies, as_stored=True)
+        once, gathered = (tuple((copies - 1) * size for size in sizes) for sizes in (shares, updated))
         if config.use_distributed_optimizer:
             found.append(Traffic("gradients of parameters", f"scattered to {copies:,}", once, copies * sum(once)))
-            found.append(Traffic("updated parameters", f"gathered by {copies:,}", once, copies * sum(once)))
+            found.append(Traffic("updated parameters", f"gathered by {copies:,}", gathered, copies * sum(gathered)))
         else:
             twice = tuple(2 * size for size in once)
             found.append(Traffic("gradients of parameters", f"sum of {copies:,}", twice, copies * sum(twice)))

@@ -200,7 +200,7 @@ class _Execution:
             weight_operands=buffer(sizes.weights + 1, self._autodiff.weight_operand_shapes),
             received_inputs=(self._message,) * shifts,
             received_gradients=(self._gradient,) * shifts,
-            sums=nothing if self._forward_only else jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), self._params),
+            sums=nothing if self._forward_only else jax.tree.map(self._sum, self._params),
             collected=buffer(self._table.schedule.num_microbatches, self._stages.collected(self._batch)),
             stage_state=self._stage_state,
         )
@@ -208,6 +208,10 @@ class _Execution:
         return state._replace(
             residuals={name: self._place_buffer(name, buffer) for name, buffer in state.residuals.items()}
         )
+
+    def _sum(self, parameter: Array) -> Array:
+        """Return the empty sum of a parameter's gradients."""
+        return jnp.zeros(parameter.shape, self._stages.gradient_dtype(parameter))
 
     def run_slot(self, state: _State, row: Any) -> tuple[_State, None]:
         """Run one row of the table.

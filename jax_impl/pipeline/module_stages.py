@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.extend.core.primitives import convert_element_type_p
+from jax.typing import DTypeLike
 
 from diptych_kernels.mesh_axes import match_varying_axes
 from jax_impl.pipeline.packed_layout import PackedLayout
@@ -362,6 +363,10 @@ class ModuleStages:
                 programs[key] = ModuleProgram(self, n, *ends, user, *messages[n : n + 2])
             self.program_of.append([*programs].index(key))
         self.programs = [*programs.values()]
+
+    def gradient_dtype(self, parameter: Array) -> DTypeLike:
+        """Return the type of a parameter, in which its gradients are summed."""
+        return parameter.dtype
 
     def message(self, batch: Any) -> dict[str, Array]:
         """Return a packed message of zeros."""

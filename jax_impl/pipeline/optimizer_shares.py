@@ -96,6 +96,8 @@ class OptimizerShares:
         return jnp.pad(x.ravel(), (0, self.ranks * share_size(x.size, self.ranks) - x.size))
 
     def _joined(self, share: Array, shape: Any) -> Array:
-        """Return the whole array of one device from the shares of all."""
+        """Return the whole array of one device from the shares of all; XLA gathers no arrays without elements."""
+        if not share.size:
+            return share
         whole = lax.all_gather(share, self.axes, tiled=True)
         return whole[: math.prod(shape.shape)].reshape(shape.shape)

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jax import Array
+from jax.typing import DTypeLike
 
 PIPELINE_AXIS = "pp"
 """Mesh axis over stages."""
@@ -137,6 +138,10 @@ class StagePrograms(Protocol):
     @property
     def loss_scale(self) -> float | None:
         """Factor of each microbatch's loss in the gradients; None: 1 / number of microbatches."""
+        ...
+
+    def gradient_dtype(self, parameter: Array) -> DTypeLike:
+        """Return the type in which the gradients of a parameter are summed."""
         ...
 
     def message(self, batch: Any) -> Any:

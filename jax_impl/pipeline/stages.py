@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import exchange_options
@@ -40,6 +41,7 @@ from diptych.plans.mesh import undivided
 from diptych.plans.model.implementation import uses_kernels
 from diptych.plans.model.layers import LayerConfig, is_offloaded
 from diptych.plans.model.parameters import ParameterSpec, Split, parameter_specs
+from diptych.plans.optimizer_shares import stored_dtype
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.partition import layers_by_stage
@@ -304,6 +306,10 @@ class Stages:
         """Smallest size in bytes at which a slot of saved values moves to the host."""
         return self.config.activation_offload_min_bytes
 
+    def gradient_dtype(self, parameter: Array) -> DTypeLike:
+        """Return the type in which gradients are summed, also those of rounded parameters."""
+        return jnp.promote_types(parameter.dtype, self.config.params_dtype)
+
     def message(self, batch: Batch) -> Array:
         """Return a message of zeros between stages, [b, T, S*D]."""
         _, sequences, tokens = batch.tokens.shape
@@ -367,6 +373,14 @@ class Stages:
                 name = f"{LAYERS}{number}.{suffix}"
                 result[name] = join_parts(stack[rank * size : (rank + 1) * size], self.specs[name].split)
         return result
+
+    def as_stored(self, staged: StagedParameters) -> StagedParameters:
+        """Return staged parameters with those that have master weights rounded; see plans.optimizer_shares."""
+
+        def rounded(name: str, x: Array) -> Array:
+            return x.astype(stored_dtype(self.config, name, self.specs[name].shape))
+
+        return self._by_name(rounded, staged)
 
     def sum_over_tensor_parallel(self, gradients: StagedParameters) -> StagedParameters:
         """Sum gradients of one rank, without an axis of ranks, of which every tensor-parallel rank has a part."""

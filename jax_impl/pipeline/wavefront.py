@@ -25,6 +25,8 @@ def run_wavefront(
     saves the messages between ranks and is replayed in backward. With "residuals", it saves the values that the
     recompute settings leave.
     """
+    # The sum over microbatches has the type of the parameters, so those with master weights are widened before.
+    params = jax.tree.map(lambda p: p.astype(stages.gradient_dtype(p)), params)
     params, batch = vary((params, batch), axes)
     (program,) = stages.programs
     nothing = jnp.zeros((), jnp.int32)

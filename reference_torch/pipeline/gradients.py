@@ -15,6 +15,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.tensor_parallel import whole_splits
+from reference_torch.autograd import gradient_dtype
 from reference_torch.distributed_optimizer import copy_from_rows, join_by_rank
 from reference_torch.groups import ProcessGroups, start_scattered_sum, wait_for
 from reference_torch.tensor_parallel import TensorParallel, sum_repeated
@@ -174,5 +175,5 @@ def _parameters(models: Sequence[nn.Module]) -> list[Tensor]:
 def _gradient(parameter: Tensor) -> Tensor:
     """Return the gradient of a parameter; create zeros if it has none."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     return parameter.grad

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from diptych.plans.fp8 import ProductRecipe
 from diptych.plans.schedule.messages import PipelineError
 from reference_torch.activation_storage import PackedProducts, packed_linear
+from reference_torch.autograd import gradient_dtype
 from reference_torch.fp8 import ALONE, Fp8Products, SharingRanks, fp8_linear
 from reference_torch.offload.writes import UseHook
 
@@ -209,7 +210,7 @@ class _Recorded:
                     "iterator, and do not write into buffers that forward has read"
                 )
         parameter = self._parameter
-        product = self._kind.weight_gradient(gradient, x, parameter).to(parameter.dtype)
+        product = self._kind.weight_gradient(gradient, x, parameter).to(gradient_dtype(parameter))
         parameter.grad = product if parameter.grad is None else parameter.grad.add_(product)
 
 

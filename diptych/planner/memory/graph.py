@@ -3,9 +3,10 @@
 from diptych.planner.memory import kernel_work
 from diptych.planner.memory.kernel_work import KernelWork
 from diptych.planner.memory.nodes import Layer, Node, Value
-from diptych.planner.memory.operations import ITEM_SIZES, PACKED_IN, OperationBuilder
+from diptych.planner.memory.operations import PACKED_IN, OperationBuilder
 from diptych.planner.memory.rule import RuleShape, rule_moved, rule_scratch
 from diptych.plans.activation_storage import ACTIVATION_INPUT
+from diptych.plans.config import ITEM_SIZES
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
 from diptych.plans.model.layers import LayerConfig
 
@@ -269,8 +270,7 @@ class GraphBuilder(OperationBuilder):
         conv = self.activation("short_conv", channels)
         ages = Value("tokens before", 8 * self.length)
         parameters = self.weights[f"{name}.conv1d.weight"]
-        rounded = [] if self.item == self.wide else [Value("weights in bfloat16", parameters // 2)]
-        own = [ages, *rounded]
+        own = [ages, *self.rounded_weights(f"{name}.conv1d")]
         nodes.append(Node([qkv], [conv, *own], [qkv, *own], (), parameters, 3 * conv.size, 6 * conv.size))
         before = self._mapped(nodes, normed, "beta", value_heads, f"{name}.linear_beta")
         beta = self.coefficient("beta", value_heads)

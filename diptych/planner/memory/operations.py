@@ -13,13 +13,11 @@ from diptych.planner.memory.nodes import Node, Value
 from diptych.planner.memory.regions import OUTPUT_MAPS, Regions
 from diptych.plans.activation_storage import ACTIVATION_INPUT, packed_width, saved_input
 from diptych.plans.amax_history import NAME
-from diptych.plans.config import TransformerConfig
+from diptych.plans.config import ITEM_SIZES, TransformerConfig
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.model.philox import TILE_ROWS
+from diptych.plans.optimizer_shares import has_master_weights
 from diptych.plans.tensor_parallel import rank_config
-
-ITEM_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
-
 
 PACKED_IN = {
     "mlp_input_fp8": ("mlp_output",),
@@ -137,7 +135,7 @@ class OperationBuilder:
         parameters = sum(self.weights.get(f"{name}.{own}", 0) for own in ("weight", "bias", NAME))
         in_fp8 = linear_scratch(self.config, name, self.tokens, x.size, y.size)
         rounded = self._saved_beside_input(name, bool(in_fp8))
-        forward, backward = in_fp8 or (0, sum(value.size for value in rounded))
+        forward, backward = in_fp8 or (0, weight // 2 if self.item != self.wide else 0)  # the gradient, not yet widened
         nodes: list[Node] = []
         more: dict[str, Any] = {"flops": self._product(weight), "is_linear": True, "widens_gradient": backward > 0}
         saved, unpack = self._saved_input(nodes, x, name)
@@ -188,8 +186,12 @@ class OperationBuilder:
         """Return what a linear map saves for backward beside its input."""
         if f"{name}.{NAME}" in self.weights:
             return [Value("scales and exponents", DELAYED_BYTES)]
-        is_mixed = self.item != self.wide and not in_fp8
-        return [Value("weights in bfloat16", self.weights[f"{name}.weight"] // 2)] if is_mixed else []
+        return [] if in_fp8 else self.rounded_weights(name)
+
+    def rounded_weights(self, name: str) -> list[Value]:
+        """Return the copy of a weight in the type of activations, if it is not stored in this type."""
+        is_stored = self.item == self.wide or has_master_weights(self.config)
+        return [] if is_stored else [Value("weights in bfloat16", self.weights[f"{name}.weight"] // 2)]
 
     def _product(self, weight_bytes: int) -> int:
         """Return the floating-point operations of a product of all tokens with a matrix."""

@@ -1,26 +1,25 @@
 """Predicted bytes of every pipeline rank, term by term.
 
-Exact: parameters, their gradients and AdamW's two moments, all in params_dtype (JAX also has moments, of zeros, for
-histories of FP8). Predicted: activations, within 2% of PyTorch; see diptych.planner.memory.stages. Left out: temporary
-buffers of actions, buffers of messages, flattened gradients, and the batch. Gradients are counted in full, as from a
-step's first backward on. Replicas are equal. Of context ranks, the result is for one whose first sequence began on
-another rank.
+Exact: parameters, their gradients, AdamW's two moments, and master weights. All but parameters with master weights are
+in params_dtype (JAX also has moments, of zeros, for histories of FP8). Predicted: activations, within 2%; see
+diptych.planner.memory.stages. Left out: temporary buffers of actions, buffers of messages, flattened gradients, and the
+batch. Gradients are counted in full, as from a step's first backward on. Replicas are equal. Of context ranks, the
+result is for one whose first sequence began on another rank.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
-from diptych.planner.memory.operations import ITEM_SIZES
 from diptych.planner.memory.stages import StageMemory
 from diptych.plans.amax_history import is_history
-from diptych.plans.config import TransformerConfig
+from diptych.plans.config import ITEM_SIZES, TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.offload import layer_storages, pass_uses, rank_layers, stage_layers
-from diptych.plans.optimizer_shares import share_size
+from diptych.plans.optimizer_shares import share_size, stored_dtype
 from diptych.plans.recompute import recompute_blocks
 from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.partition import get_stage, get_stage_place, num_stages
@@ -36,6 +35,8 @@ class RankMemory:
     gradients: int
     moments: int
     """AdamW's two moments, or this rank's share of them; moments and gradients are not offloaded."""
+    master_weights: int
+    """This rank's share of the float32 weights of which the parameters are rounded copies."""
     activations: int
     """Activations saved for backward, at the peak of ``activations + waiting``."""
     waiting: int
@@ -60,12 +61,13 @@ def rank_memories(
         stages: bytes that a microbatch saves on each stage; see diptych.planner.memory.stages.predict_stages.
         data_parallel_size: replicas, which may divide the moments.
     """
-    moments = _moment_bytes(config, data_parallel_size)
-    sizes = [parameter_bytes(config, stage) for stage in range(num_stages(config))]
+    updated = _updated_bytes(config, data_parallel_size)
     layers = _layer_sizes(undivided(rank_config(config))) if config.enable_tensor_offload else {}
+    gradients = _by_rank(config, partial(gradient_bytes, config))
+    parameters = _by_rank(config, partial(parameter_bytes, config))
     found = []
     for rank, actions in enumerate(schedule.actions):
-        own = sum(size for stage, size in enumerate(sizes) if schedule.rank_of(stage) == rank)
+        own = parameters[rank]
         on_host = 0
         resident = 0
         if config.enable_tensor_offload:
@@ -74,7 +76,9 @@ def rank_memories(
             ahead = config.tensor_offload_num_prefetch_layers
             resident = offload_use(order, layers, ahead).peak
         activations, waiting = _peak(actions, stages, schedule.splits_backward)
-        found.append(RankMemory(own - on_host + resident, own, moments[rank], activations, waiting, on_host))
+        moments, masters = updated[rank]
+        on_device = own - on_host + resident
+        found.append(RankMemory(on_device, gradients[rank], moments, masters, activations, waiting, on_host))
     return found
 
 
@@ -85,56 +89,91 @@ def _layer_sizes(config: TransformerConfig) -> dict[int, int]:
 
 
 def standing_bytes(config: TransformerConfig, data_parallel_size: int = 1) -> list[int]:
-    """Return the bytes of parameters, gradients and AdamW's moments of every pipeline rank, without offload."""
-    found = _moment_bytes(config, data_parallel_size)
-    for stage in range(num_stages(config)):
-        found[get_stage_place(config, stage).pp_rank] += 2 * parameter_bytes(config, stage)
-    return found
+    """Return the bytes of parameters, gradients and the optimizer's state of every pipeline rank, without offload."""
+    updated = _updated_bytes(config, data_parallel_size)
+    of_stages = _by_rank(config, lambda stage: parameter_bytes(config, stage) + gradient_bytes(config, stage))
+    return [sum(each) + stages for each, stages in zip(updated, of_stages, strict=True)]
 
 
-def _moment_bytes(config: TransformerConfig, data_parallel_size: int) -> list[int]:
-    """Return the bytes of both moments on every pipeline rank, for the replica and context rank that has most."""
-    ranks = config.context_parallel_size * data_parallel_size if config.use_distributed_optimizer else 1
+def _by_rank(config: TransformerConfig, of_stage: Callable[[int], int]) -> list[int]:
+    """Return the sums of a number of each stage over the stages of every pipeline rank."""
     found = [0] * config.pipeline_model_parallel_size
     for stage in range(num_stages(config)):
-        found[get_stage_place(config, stage).pp_rank] += 2 * updated_bytes(config, stage, ranks)
+        found[get_stage_place(config, stage).pp_rank] += of_stage(stage)
     return found
+
+
+def _updated_bytes(config: TransformerConfig, data_parallel_size: int) -> list[tuple[int, int]]:
+    """Return the bytes of both moments and of master weights, for the replica and context rank that has most."""
+    ranks = config.context_parallel_size * data_parallel_size if config.use_distributed_optimizer else 1
+    moments = _by_rank(config, lambda stage: 2 * _bytes(config, _updated(config, stage), ranks))
+    masters = _by_rank(config, lambda stage: _bytes(config, _with_master_weights(config, stage), ranks))
+    return [*zip(moments, masters, strict=True)]
 
 
 def parameter_bytes(config: TransformerConfig, stage: int) -> int:
-    """Return the exact bytes of a stage's parameters (and of their gradients), with its copy of a tied embedding."""
+    """Return the exact bytes of a stage's parameters, with its copy of a tied embedding."""
+    return sum(
+        math.prod(shape) * ITEM_SIZES[stored_dtype(config, name, shape)]
+        for name, shape in _parameters(config, stage).items()
+    )
+
+
+def gradient_bytes(config: TransformerConfig, stage: int) -> int:
+    """Return the exact bytes of the gradients of a stage's parameters."""
     return share_bytes(config, stage, 1)
 
 
 def share_bytes(config: TransformerConfig, stage: int, ranks: int) -> int:
-    """Return the bytes of the shares of a stage's parameters that the first of some ranks has, which has most.
+    """Return the bytes of the shares of a stage's gradients that the first of some ranks has, which has most.
 
     Args:
         config: the model.
         stage: number of the stage.
-        ranks: ranks that divide the parameters; see diptych.plans.optimizer_shares.
+        ranks: ranks that divide the gradients; see diptych.plans.optimizer_shares.
     """
-    return sum(min(n, share_size(n, ranks)) for n in _entries(config, stage)) * ITEM_SIZES[config.params_dtype]
+    return _bytes(config, _parameters(config, stage), ranks)
 
 
-def updated_bytes(config: TransformerConfig, stage: int, ranks: int) -> int:
-    """Return the bytes of a rank's shares of a stage's parameters that have moments; arguments as in share_bytes."""
-    entries = _entries(config, stage, has_moments=True)
-    return sum(min(n, share_size(n, ranks)) for n in entries) * ITEM_SIZES[config.params_dtype]
+def padded_share_bytes(config: TransformerConfig, stage: int, ranks: int, as_stored: bool = False) -> int:
+    """Return the bytes of every rank's shares of a stage in a buffer of all shares.
+
+    Args:
+        config: the model.
+        stage: number of the stage.
+        ranks: as in share_bytes.
+        as_stored: True for parameters, in the types in which they are stored; False for gradients.
+    """
+    found = 0
+    for name, shape in _parameters(config, stage).items():
+        dtype = stored_dtype(config, name, shape) if as_stored else config.params_dtype
+        found += share_size(math.prod(shape), ranks) * ITEM_SIZES[dtype]
+    return found
 
 
-def padded_share_bytes(config: TransformerConfig, stage: int, ranks: int) -> int:
-    """Return the bytes of every rank's shares of a stage in a buffer of all shares; arguments as in share_bytes."""
-    return sum(share_size(n, ranks) for n in _entries(config, stage)) * ITEM_SIZES[config.params_dtype]
+def _bytes(config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> int:
+    """Return the bytes in params_dtype of the first rank's shares of arrays."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    return sum(min(n, share_size(n, ranks)) for n in sizes) * ITEM_SIZES[config.params_dtype]
 
 
-def _entries(config: TransformerConfig, stage: int, has_moments: bool = False) -> list[int]:
-    """Return the number of entries of every parameter of a stage, or of those of which AdamW has moments."""
+def _parameters(config: TransformerConfig, stage: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of a stage, by canonical name."""
     config = rank_config(config)
     last = num_stages(config) - 1
     specs = parameter_specs(config, stage == 0, stage == last, *get_stage_place(config, stage))
-    shapes = [spec.shape for spec in specs.values()]
-    return [math.prod(shape) for shape in shapes if not (has_moments and is_history(shape))]
+    return {name: spec.shape for name, spec in specs.items()}
+
+
+def _updated(config: TransformerConfig, stage: int) -> dict[str, tuple[int, ...]]:
+    """Return those of a stage's parameters of which AdamW has moments."""
+    return {name: shape for name, shape in _parameters(config, stage).items() if not is_history(shape)}
+
+
+def _with_master_weights(config: TransformerConfig, stage: int) -> dict[str, tuple[int, ...]]:
+    """Return those of a stage's parameters that are rounded copies of master weights."""
+    parameters = _parameters(config, stage)
+    return {name: s for name, s in parameters.items() if stored_dtype(config, name, s) != config.params_dtype}
 
 
 class OffloadUse(NamedTuple):

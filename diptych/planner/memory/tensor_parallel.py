@@ -1,7 +1,6 @@
 """Predicted saving of activation recompute on one tensor-parallel rank, from widths alone."""
 
-from diptych.planner.memory.operations import ITEM_SIZES
-from diptych.plans.config import TransformerConfig
+from diptych.plans.config import ITEM_SIZES, TransformerConfig
 
 
 def activation_recompute_saving(config: TransformerConfig, batch: int, tp_size: int = 1) -> int:

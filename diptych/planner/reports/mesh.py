@@ -63,12 +63,14 @@ def print_mesh(
     unit = memory_unit(ranks[largest].total)
     console.print(
         f"Most on pipeline rank {largest}: {ranks[largest].total / UNITS[unit]:,.1f} {unit}. Parameters, gradients and "
-        f"AdamW's two moments exact, activations predicted.{activations}{offloaded} Left out: temporary buffers, "
+        f"the optimizer's state exact, activations predicted.{activations}{offloaded} Left out: temporary buffers, "
         "messages in transit and flattened gradients."
     )
     if num_stages(config) * num_microbatches <= MOST_SIMULATED:
         peaks = rank_peaks(config, schedule, micro_batch_size)
-        needed = [rank.parameters + rank.moments + peak for rank, peak in zip(ranks, peaks, strict=True)]
+        needed = [
+            rank.parameters + rank.moments + rank.master_weights + peak for rank, peak in zip(ranks, peaks, strict=True)
+        ]
         largest = max(range(len(ranks)), key=needed.__getitem__)
         console.print(
             f"With temporary buffers and messages: at most {needed[largest] / UNITS[unit]:,.1f} {unit}, on pipeline "
@@ -89,9 +91,10 @@ def _gathered(config: TransformerConfig) -> str:
 
 def _memory_table(ranks: Sequence[RankMemory]) -> Table:
     """Return a table of the memory of every pipeline rank, term by term."""
-    terms = ["parameters", "gradients", "moments", "activations", "waiting", "total", "on_host"]
-    terms = [name for name in terms if name not in ("waiting", "on_host") or any(getattr(r, name) for r in ranks)]
-    headings = {"waiting": "from I to W", "on_host": "also on host"}
+    always = ("parameters", "gradients", "moments", "activations", "total")
+    terms = [*always[:3], "master_weights", "activations", "waiting", "total", "on_host"]
+    terms = [name for name in terms if name in always or any(getattr(rank, name) for rank in ranks)]
+    headings = {"waiting": "from I to W", "on_host": "also on host", "master_weights": "master weights"}
     unit = memory_unit(max(rank.total for rank in ranks))
     table = Table(box=None, title=f"bytes of one rank, by term, {unit}", title_justify="left")
     for heading in ("pipeline rank", *(headings.get(name, name) for name in terms)):

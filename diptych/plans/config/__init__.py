@@ -7,11 +7,11 @@ Setting names follow Megatron-LM where it has the setting.
 """
 
 from diptych.plans.config.model import MODEL_RULES, TransformerConfig
-from diptych.plans.config.precision import KEPT_IN_FLOAT32
+from diptych.plans.config.precision import ITEM_SIZES, KEPT_IN_FLOAT32
 from diptych.plans.config.rules import Rule
 from diptych.plans.config.training import DATA_RULES, TRAIN_RULES, DataConfig, TrainConfig
 
-__all__ = ["TransformerConfig", "DataConfig", "TrainConfig", "KEPT_IN_FLOAT32", "MODEL_RULES", "RULES"]
+__all__ = ["TransformerConfig", "DataConfig", "TrainConfig", "ITEM_SIZES", "KEPT_IN_FLOAT32", "MODEL_RULES", "RULES"]
 
 RULES: dict[type, tuple[Rule, ...]] = {
     TransformerConfig: MODEL_RULES,

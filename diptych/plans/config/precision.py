@@ -7,7 +7,8 @@ from diptych.plans.config.rules import Rule, choice, count, names_layers
 from diptych.plans.context.exchange import PIPELINED
 
 KEPT_IN_FLOAT32 = {
-    "parameters": "weights, their gradients and both moments of the optimizer; a weight is rounded where it is used",
+    "parameters": "weights, their gradients and both moments of the optimizer; a weight is rounded where it is used. "
+    "With a distributed optimizer the weights of linear maps are rounded after each update instead",
     "norm_statistics": "mean square and gain of an RMSNorm; its result is rounded once",
     "rotary_angles": "angles, sine and cosine of the rotary embedding; sine and cosine are rounded before the product",
     "softmax": "softmax of the attention scores; its weights are rounded before they multiply the values",
@@ -17,6 +18,9 @@ KEPT_IN_FLOAT32 = {
 }
 """Values that stay in float32 with ``TransformerConfig.bf16``, in both backends. Everything else between two layers is
 bfloat16: embeddings, residual streams, operands and results of matrix products (which accumulate in float32)."""
+
+ITEM_SIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of an element, by the name of its type."""
 
 FP8_FORMATS = ("e4m3", "hybrid")
 FP8_RECIPES = ("current", "delayed", "blockwise")
