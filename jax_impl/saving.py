@@ -17,9 +17,7 @@ from flax import nnx
 from jax import Array
 
 from diptych.plans.checkpoint import FIRST_MOMENT, MODEL, SECOND_MOMENT, read_checkpoint, recorded_model, split_arrays
-from diptych.plans.config import TransformerConfig
 from diptych.plans.model.parameters import ParameterSpec, check_values
-from diptych.plans.optimizer_shares import stored_dtype
 from jax_impl.transformer import GPTModel
 
 
@@ -49,15 +47,6 @@ def import_parameters(model: nnx.State, values: Mapping[str, np.ndarray]) -> nnx
         return jnp.asarray(np.array(values[_canonical_name(path)], leaf.dtype))
 
     return jax.tree_util.tree_map_with_path(replace, model)
-
-
-def as_stored(model: nnx.State, config: TransformerConfig) -> nnx.State:
-    """Return parameters with those that have master weights rounded; see diptych.plans.optimizer_shares."""
-
-    def rounded(path: tuple, leaf: Array) -> Array:
-        return leaf.astype(stored_dtype(config, _canonical_name(path), leaf.shape))
-
-    return jax.tree_util.tree_map_with_path(rounded, model)
 
 
 def export_arrays(model: nnx.State, optimizer: Any) -> dict[str, np.ndarray]:

@@ -37,7 +37,7 @@ from diptych.plans.checkpoint import (
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.mesh import undivided
 from diptych.plans.model.data import Batch, Corpus
-from diptych.plans.optimizer_shares import has_master_weights
+from diptych.plans.optimizer_shares import has_master_weights, stored_dtype
 from diptych.plans.training import (
     CLIP_EPSILON,
     StepResult,
@@ -53,7 +53,8 @@ from jax_impl.groups import gather_texts, on_first_rank
 from jax_impl.history_updates import history_flags, with_advanced, without_histories
 from jax_impl.offload import Layers, OffloadedStep
 from jax_impl.pipeline import OffloadedPipeline, PipelineStep, make_pipeline_step
-from jax_impl.saving import as_stored, export_arrays, export_parameters, import_arrays, import_parameters
+from jax_impl.pipeline.stages import names_of
+from jax_impl.saving import export_arrays, export_parameters, import_arrays, import_parameters
 from jax_impl.transformer import GPTModel
 
 Parameters = Any
@@ -61,7 +62,7 @@ Parameters = Any
 (StagedParameters)."""
 
 
-class OptimizerState(NamedTuple):
+class _OptimizerState(NamedTuple):
     """The state of AdamW, and of a distributed optimizer with master weights."""
 
     adam: optax.OptState
@@ -361,8 +362,8 @@ class Trainer:
         return loss * share
 
     def _update_step(
-        self, params: nnx.State, optimizer_state: OptimizerState, batch: Batch, step: Array, rate: Array
-    ) -> tuple[nnx.State, OptimizerState, Array, Array]:
+        self, params: nnx.State, optimizer_state: _OptimizerState, batch: Batch, step: Array, rate: Array
+    ) -> tuple[nnx.State, _OptimizerState, Array, Array]:
         """Return new parameters, new optimizer state, the loss, and the norm of the gradients before clipping."""
         loss, gradients, resident = self._accumulate_gradients(params, batch, step)
         params, optimizer_state, norm = self._apply_gradients(params, optimizer_state, loss, gradients, rate, resident)
@@ -371,12 +372,12 @@ class Trainer:
     def _apply_gradients(
         self,
         params: Parameters,
-        optimizer_state: OptimizerState,
+        optimizer_state: _OptimizerState,
         loss: Array,
         gradients: Parameters,
         rate: Array,
         resident: Layers | None = None,
-    ) -> tuple[Parameters, OptimizerState, Array]:
+    ) -> tuple[Parameters, _OptimizerState, Array]:
         """Clip the gradients and update the parameters, unless loss or norm is not finite.
 
         Returns:
@@ -390,7 +391,7 @@ class Trainer:
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         select = partial(jax.tree.map, partial(jnp.where, finite))  # a step that is not finite changes nothing
 
-        def change(params: Any, state: OptimizerState, gradients: Any) -> tuple[Any, OptimizerState]:
+        def change(params: Any, state: _OptimizerState, gradients: Any) -> tuple[Any, _OptimizerState]:
             own = _with_master_weights(self._own(params), state.master_weights)
             histories = self._histories(params)
             updates, adam = self._optimizer.update(without_histories(gradients, histories), state.adam)
@@ -405,7 +406,7 @@ class Trainer:
             new = select(new, own)
             masters = _only_master_weights(new, state.master_weights)
             new = jax.tree.map(lambda new, p: new.astype(p.dtype), new, params)
-            return self._whole(new, params), OptimizerState(select(adam, state.adam), masters)
+            return self._whole(new, params), _OptimizerState(select(adam, state.adam), masters)
 
         return *self.offload.update(change, params, optimizer_state, gradients, resident or {}), norm
 
@@ -435,19 +436,23 @@ class Trainer:
             return own
         return step.shares.join(own, self._shapes if shapes is None else shapes)
 
-    def _initial_state(self) -> OptimizerState:
+    def _initial_state(self) -> _OptimizerState:
         """Return the state of the optimizer before the first step, on the devices of the parameters."""
         step = self._pipeline
         if step is None:
-            return OptimizerState(self._optimizer.init(self._params))
-        self._optimizer_state = OptimizerState(self._optimizer.init(jax.jit(self._own)(self._params)))
+            return _OptimizerState(self._optimizer.init(self._params))
+        self._optimizer_state = _OptimizerState(self._optimizer.init(jax.jit(self._own)(self._params)))
         return self._counted(self._moments(lambda m: jax.device_put(m, self._own_shardings(m))))
 
     def _as_stored(self, exact: Parameters) -> Parameters:
         """Return staged parameters as a step reads them."""
         if not has_master_weights(self.config):
             return exact
-        return as_stored(exact, self.config) if self._pipeline is None else self._pipeline.stages.as_stored(exact)
+        if self._pipeline is not None:
+            return self._pipeline.stages.as_stored(exact)
+        leaves, structure = jax.tree.flatten(exact)
+        named = zip(names_of(exact), leaves, strict=True)
+        return structure.unflatten(x.astype(stored_dtype(self.config, name, x.shape)) for name, x in named)
 
     def _place(self, exact: Parameters) -> None:
         """Overwrite the parameters, given staged, and their master weights."""
@@ -498,13 +503,13 @@ class Trainer:
         """Invert _staged."""
         return params if self._pipeline is None else self._pipeline.join_parameters(params)
 
-    def _moments(self, change: Callable[[Any], Any]) -> OptimizerState:
+    def _moments(self, change: Callable[[Any], Any]) -> _OptimizerState:
         """Return the state of the optimizer with ``change`` applied to both moments."""
         state = self._optimizer_state
         first, second = (change(optax.tree_utils.tree_get(state.adam, name)) for name in ("mu", "nu"))
         return state._replace(adam=optax.tree_utils.tree_set(state.adam, mu=first, nu=second))
 
-    def _counted(self, state: OptimizerState) -> OptimizerState:
+    def _counted(self, state: _OptimizerState) -> _OptimizerState:
         """Place the step count of an optimizer state on the devices of the parameters."""
         if self._pipeline is None:
             return state

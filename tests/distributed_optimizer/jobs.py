@@ -1,5 +1,7 @@
 """What tests of the distributed optimizer run on every rank of a pool."""
 
+from collections import Counter
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -13,12 +15,22 @@ from reference_torch.transformer import GPTModel
 from tests.backends import tiny_corpus
 
 
-def moment_bytes(config: TransformerConfig, train: TrainConfig) -> int:
-    """Bytes of the moments that this rank has after a step."""
+def held_bytes(config: TransformerConfig, train: TrainConfig) -> dict[str, int]:
+    """Bytes that this rank has after a step, by the name of the field of RankMemory."""
     trainer = make_trainer(config, train, tiny_corpus())
     trainer.train_step(0)
-    states = trainer._optimizer.state.values()
-    return sum(value.nbytes for state in states for name, value in state.items() if name != "step")
+    parameters = list({id(p): p for stage in trainer.stages for p in stage.parameters()}.values())
+    found = Counter(
+        parameters=sum(p.nbytes for p in parameters),
+        gradients=sum(p.grad.nbytes for p in parameters),
+        moments=0,
+        master_weights=0,
+    )
+    for state in trainer._optimizer.state.values():
+        for name, value in state.items():
+            if name != "step":
+                found["master_weights" if name == "master_weight" else "moments"] += value.nbytes
+    return dict(found)
 
 
 def gradients_with_fsdp(config: TransformerConfig, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:

@@ -1,7 +1,7 @@
 """Shares of a distributed optimizer: what a rank has, keeps and sends."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -32,24 +32,29 @@ def test_shares_are_all_entries_in_order(entries, ranks):
     assert share_size(entries, ranks) * ranks <= entries + SHARE_MULTIPLE * ranks
 
 
-MESHES = ("replicas of stages", "three replicas", "replicas, context", "replicas of ranks and stages")
+MESHES = (
+    "replicas of stages, bfloat16",
+    *("replicas of stages", "three replicas", "replicas, context", "replicas of ranks and stages"),
+)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("cut", [MESHES[0], *(pytest.param(cut, marks=pytest.mark.slow) for cut in MESHES[1:])])
-def test_s2_moments_and_messages_are_the_predicted_ones(cut):
+def test_s2_memory_and_messages_are_the_predicted_ones(cut):
     replicas, config, train = settings(cut)
     ranks = replicas * config.model_parallel_size
     batch, count = train.microbatch if train.micro_batch_size else 2, 1 if train.micro_batch_size is None else 2
     with RankPool(ranks, timeout=300.0) as pool:
-        measured = pool.run("tests.distributed_optimizer.jobs:moment_bytes", config, train)
+        measured = pool.run("tests.distributed_optimizer.jobs:held_bytes", config, train)
         sent = pool.run("tests.planner.jobs:count_step", config, train)
     stages = predict_stages(config, batch)
     memory = rank_memories(config, schedule_for(config, count), stages, replicas)
     n, p = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     for place in range(n * p):  # the first replica and context rank have most
-        assert measured[place] == memory[place // n % p].moments
-        assert all(each <= measured[place] for each in measured[place :: n * p])
+        predicted = asdict(memory[place // n % p])
+        assert measured[place] == {name: predicted[name] for name in measured[place]}
+        for other in measured[place :: n * p]:
+            assert all(other[name] <= size for name, size in measured[place].items())
     terms = {term.name: term for term in wire_traffic(config, batch, count, replicas)}
     group = "dp_cp" if config.context_parallel_size > 1 else "dp"
     for name, call in (
@@ -59,6 +64,19 @@ def test_s2_moments_and_messages_are_the_predicted_ones(cut):
         assert sum(sent, Counter())[f"{call} {group}"] == terms[name].total
         for rank, own in enumerate(sent):
             assert own[f"{call} {group}"] == terms[name].by_rank[rank // n % p]
+
+
+def test_master_weights_need_less_memory_and_fewer_bytes():
+    whole = replace(WIDE, bf16=True)
+    shared = replace(whole, use_distributed_optimizer=True)
+    (before,), (after,) = (rank_memories(c, schedule_for(c, 1), predict_stages(c, 1), 8) for c in (whole, shared))
+    rounded = 2 * 12 * WIDE.num_layers * WIDE.hidden_size**2  # bytes
+    assert after.parameters == pytest.approx(before.parameters - rounded, rel=0.01)
+    assert after.master_weights == pytest.approx(2 * rounded / 8, rel=0.1)
+    assert after.gradients == before.gradients
+    assert after.activations == pytest.approx(before.activations - rounded, rel=0.05)
+    sent = [{term.name: sum(term.by_rank) for term in wire_traffic(c, 1, 1, 8)} for c in (whole, shared)]
+    assert sent[1]["updated parameters"] < 0.75 * sent[1]["gradients of parameters"] == 0.375 * sum(sent[0].values())
 
 
 def test_a_share_needs_less_memory_and_no_more_messages():

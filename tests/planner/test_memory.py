@@ -8,6 +8,8 @@ import torch
 
 from diptych.planner.memory import predict_memory
 from diptych.plans.config import TransformerConfig
+from diptych.plans.optimizer_shares import has_master_weights, stored_dtype
+from reference_torch.distributed_optimizer import DistributedAdamW
 from reference_torch.recompute import measure_memory, residual_report
 from reference_torch.stage import model_provider, offload_layers
 from tests.planner.host_memory import uncounted_host
@@ -36,10 +38,22 @@ VARIANTS = {
 }
 
 
+def store_narrow(model: torch.nn.Module, config: TransformerConfig) -> None:
+    """Round the parameters that have master weights, as training does."""
+    named = dict(model.named_parameters())
+    dtypes = {name: stored_dtype(config, name, p.shape) for name, p in named.items()}
+    rounded = [p for name, p in named.items() if dtypes[name] != config.params_dtype]
+    DistributedAdamW(named.values(), None, 1.0).store_in(torch.bfloat16, rounded)
+    assert rounded
+    assert all(p.dtype is torch.bfloat16 for p in rounded)
+
+
 @cache
 def measured(config: TransformerConfig, batch: int):
     tokens, targets = torch.randint(0, config.vocab_size, (2, batch, config.seq_length))
     model = model_provider(config)
+    if has_master_weights(config):
+        store_narrow(model, config)
     manager = offload_layers([model], config)
     parameters = list(model.parameters())
 
@@ -47,9 +61,13 @@ def measured(config: TransformerConfig, batch: int):
         return model(tokens, targets)
 
     def backward(loss):
-        return torch.autograd.grad(loss, parameters)
+        if not has_master_weights(config):
+            return torch.autograd.grad(loss, parameters)
+        loss.backward()  # widens gradients
+        return None
 
     backward(forward())
+    model.zero_grad()
     found = measure_memory(forward, backward)
     manager.close()
     return found, residual_report(forward)
@@ -112,7 +130,12 @@ KINDS = {
     "gdn": {"layer_pattern": "gdn"},
     "kda": {"layer_pattern": "kda", "linear_num_value_heads": 8, "linear_value_head_dim": 16},
 }
-DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float64": {"params_dtype": "float64"}}
+DTYPES = {
+    "float32": {},
+    "bfloat16": {"bf16": True},
+    "master weights": {"bf16": True, "use_distributed_optimizer": True},
+    "float64": {"params_dtype": "float64"},
+}
 RECOMPUTE = {
     "none": {},
     "full uniform": {"recompute_granularity": "full", "recompute_method": "uniform"},

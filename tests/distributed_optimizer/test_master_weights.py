@@ -1,0 +1,76 @@
+"""Which weights may be rounded before a step: those that every layer reads rounded."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.model.parameters import parameter_specs
+from diptych.plans.optimizer_shares import has_master_weights, stored_dtype
+from diptych.plans.tensor_files import from_bfloat16, to_bfloat16
+from jax_impl.train import Trainer as JaxTrainer
+from reference_torch.train import Trainer
+from tests.backends import tiny_corpus
+
+MODEL = TransformerConfig(
+    hidden_size=32,
+    num_layers=3,
+    num_attention_heads=2,
+    vocab_size=64,
+    seq_length=16,
+    bf16=True,
+    num_residual_streams=2,
+    enable_hyper_connections=True,
+    linear_num_value_heads=2,
+    add_bias_linear=True,
+)
+TRAIN = TrainConfig(global_batch_size=2)
+PATTERNS = {
+    "softmax and linear attention": {"layer_pattern": "gdn,kda,attention", "qk_layernorm": True},
+    "latent attention and experts": {
+        "layer_pattern": "mla,attention+moe,attention+gelu",
+        "attention_output_gate": True,
+        "rotary_percent": 0.0,
+        **{"kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8},
+        **{"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16},
+        **{"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+    },
+}
+
+
+@pytest.mark.parametrize("backend", [Trainer, JaxTrainer], ids=["torch", "jax"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_rounding_the_weights_that_are_stored_rounded_changes_nothing(pattern, backend):
+    config = replace(MODEL, **PATTERNS[pattern])
+    sharded = replace(config, use_distributed_optimizer=True)
+    trainer = backend(config, TRAIN, tiny_corpus())
+    batch = tiny_corpus().batch(0, 2, config.seq_length)
+    exact = trainer.parameters()
+    is_rounded = {name: stored_dtype(sharded, name, value.shape) == "bfloat16" for name, value in exact.items()}
+    rounded = {name: from_bfloat16(to_bfloat16(value)) if is_rounded[name] else value for name, value in exact.items()}
+    assert sum(not np.array_equal(rounded[name], value) for name, value in exact.items()) == sum(is_rounded.values())
+    expected, gradients = trainer.loss_and_gradients(batch)
+    trainer.set_parameters(rounded)
+    loss, found = trainer.loss_and_gradients(batch)
+    assert loss == expected
+    assert [name for name, value in gradients.items() if not np.array_equal(found[name], value)] == []
+
+
+def test_most_weights_are_stored_rounded():
+    """All matrices of layers but routers; the coefficients of hyper-connections are float32."""
+    for pattern in PATTERNS.values():
+        config = replace(MODEL, use_distributed_optimizer=True, **pattern)
+        specs = parameter_specs(config)
+        rounded = {name for name, spec in specs.items() if stored_dtype(config, name, spec.shape) == "bfloat16"}
+        others = {name for name in specs if "layers" in name and "weight" in name} - rounded
+        assert rounded
+        assert all(len(specs[name].shape) == 1 or "router" in name for name in others)
+        assert not any("phi" in name or "embedding" in name or "norm" in name for name in rounded)
+
+
+@pytest.mark.parametrize("change", [{"bf16": False}, {"use_distributed_optimizer": False}, {"fp8": "hybrid"}])
+def test_other_models_store_whole_weights(change):
+    config = replace(MODEL, **{"use_distributed_optimizer": True, **change})
+    assert not has_master_weights(config)
+    assert {stored_dtype(config, name, spec.shape) for name, spec in parameter_specs(config).items()} == {"float32"}
