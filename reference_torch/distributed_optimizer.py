@@ -130,6 +130,22 @@ class DistributedAdamW(torch.optim.Optimizer):
         if master is not None:
             master.copy_(self.own_share(value.to(master.dtype)))
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this rank that state_dict returned, in its types.
+
+        PyTorch's method would round master weights and moments to the type of the parameters.
+
+        Args:
+            state_dict: of an optimizer of the same ranks and parameters.
+        """
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name != "step":
+                    self.state[parameter][name] = value.detach().to(parameter.device, copy=True)
+
     def whole(self, share: Tensor | None, parameter: Tensor) -> Tensor:
         """Return the shares of all ranks as a tensor of the shape of their parameter; every rank calls this.
 

@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.optimizer_shares import has_master_weights, stored_dtype
 from diptych.plans.tensor_files import from_bfloat16, to_bfloat16
 from jax_impl.train import Trainer as JaxTrainer
+from reference_torch.distributed_optimizer import DistributedAdamW
 from reference_torch.train import Trainer
 from tests.backends import tiny_corpus
 
@@ -17,7 +20,7 @@ MODEL = TransformerConfig(
     hidden_size=32,
     num_layers=3,
     num_attention_heads=2,
-    vocab_size=64,
+    vocab_size=128,
     seq_length=16,
     bf16=True,
     num_residual_streams=2,
@@ -74,3 +77,38 @@ def test_other_models_store_whole_weights(change):
     config = replace(MODEL, **{"use_distributed_optimizer": True, **change})
     assert not has_master_weights(config)
     assert {stored_dtype(config, name, spec.shape) for name, spec in parameter_specs(config).items()} == {"float32"}
+
+
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def train_rounded(weight: torch.nn.Parameter, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Train a linear layer in bfloat16 on two microbatches per step, whose gradients are summed in float32."""
+    for step in steps:
+        optimizer.zero_grad()
+        for microbatch in range(2):
+            x = torch.randn(5, 24, generator=torch.Generator().manual_seed(2 * step + microbatch)).bfloat16()
+            F.linear(x, weight.bfloat16()).float().square().mean().backward()
+        optimizer.step()
+
+
+def test_a_users_layer_trains_as_with_float32_weights():
+    initial = torch.randn(8, 24, generator=torch.Generator().manual_seed(9))
+    plain = torch.nn.Parameter(initial.clone())
+    train_rounded(plain, torch.optim.AdamW([plain], **SETTINGS, fused=True), range(6))
+    weight = torch.nn.Parameter(initial.clone())
+    optimizer = DistributedAdamW([weight], None, 1.0, **SETTINGS)
+    optimizer.store_in(torch.bfloat16, [weight])
+    train_rounded(weight, optimizer, range(3))
+    again = torch.nn.Parameter(initial.clone())
+    resumed = DistributedAdamW([again], None, 1.0, **SETTINGS)
+    resumed.store_in(torch.bfloat16, [again])
+    resumed.load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        again.copy_(weight)
+    train_rounded(again, resumed, range(3, 6))
+    assert again.dtype is torch.bfloat16
+    assert again.grad is not None
+    assert again.grad.dtype is torch.float32
+    assert torch.equal(resumed.whole(resumed.master_weight(again), again), plain)
+    assert torch.equal(again, plain.bfloat16())
