@@ -86,8 +86,8 @@ def _table(
     lines = [
         f"Triton {triton.__version__}, {size}; registers per thread / spilled bytes per thread / shared bytes per "
         "program, and the share of a multiprocessor's warps that registers and shared memory allow. On "
-        f"sm_{MACHINE}: instructions, those of loops, and the share of bytes that accesses of 16 bytes move, of "
-        "those of at least 8.\n",
+        f"sm_{MACHINE}: instructions, those of loops, and the share of bytes moved by 16-byte accesses, among all "
+        "accesses of 8 bytes or more.\n",
         f"| kernel | {heading} | warps |"
         + "".join(f" sm_{target} |" for target in ahead.TARGETS)
         + " instructions (in loops) | 16 bytes |",
