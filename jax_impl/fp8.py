@@ -81,7 +81,7 @@ def dequantize(values: Array, inverse: Float[Array, "a b"], quantization: Quanti
 
 
 def amax(x: Array) -> Array:
-    """Return the largest absolute value of an array, infinity if it has a NaN; of an array without entries 0."""
+    """Return the largest absolute value of an array: infinity if it has a NaN (PyTorch: NaN), 0 without elements."""
     return _sizes(x).max(initial=0)
 
 
@@ -202,7 +202,7 @@ def _rounded(x: Array, dtype: str) -> Array:
 
 
 def _maxima(x: Array, quantization: Quantization) -> Array:
-    """Return the largest absolute value of every block, [blocks of N, blocks of K]; of a matrix without entries 0."""
+    """Return the largest absolute value of every block, [blocks of N, blocks of K]; 0 if there are no elements."""
     sizes = _sizes(x)
     if quantization.block is None:
         return sizes.max(initial=0).reshape(1, 1)

@@ -171,7 +171,7 @@ class GatedDeltaNet(_DeltaRuleMixer):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
     """
 
@@ -203,7 +203,7 @@ class KimiDeltaAttention(_DeltaRuleMixer):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
     """
 

@@ -84,7 +84,7 @@ def dequantize(values: Tensor, inverse: Float[Tensor, "a b"], quantization: Quan
 
 
 def amax(x: Tensor) -> Tensor:
-    """Return the largest absolute value of an array: NaN if an entry is NaN, 0 if there are no entries."""
+    """Return the largest absolute value of an array: NaN if it has a NaN (JAX: infinity), 0 without elements."""
     if not x.numel():
         return x.new_zeros(())
     least, most = torch.aminmax(x.detach())

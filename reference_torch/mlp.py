@@ -31,7 +31,7 @@ class MLP(nn.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
         specs: parameters by submodule; None: those of the layer's MLP.
     """
@@ -162,7 +162,7 @@ class Experts(nn.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
         specs: parameters of the layer's mixture of experts, by submodule.
     """
@@ -215,7 +215,7 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
     """
 

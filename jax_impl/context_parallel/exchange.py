@@ -27,6 +27,9 @@ def exchange_states(
 
     Returns:
         S; 0 on the first rank, or with reverse on the last. [HV, K, V]
+
+    Raises:
+        ValueError: the context has cp_exchange "pipelined".
     """
     return exchange_over(transition, state, ranks_of(context), reach_of(context), reverse)
 

@@ -42,7 +42,7 @@ def exchange_states(
         reverse: compose the maps of the ranks after this rank, from the last.
 
     Returns:
-        S, 0 on the first rank. [HV, K, V]
+        S; 0 on the first rank, or with reverse on the last. [HV, K, V]
 
     Raises:
         ValueError: the context has cp_exchange "pipelined".
