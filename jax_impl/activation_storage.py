@@ -56,6 +56,9 @@ def packed_for_backward(x: Float[Array, "*b k"], name: str | None) -> UInt8[Arra
     Args:
         x: the array. [..., K]
         name: name of the value, one of diptych.plans.model.values.VALUES; None: it is not saved in 8 bits.
+
+    Returns:
+        [..., packed_width(K)] uint8, or None.
     """
     return None if name is None else name_value(pack(x), name)
 
@@ -147,6 +150,9 @@ def packed_grouped_linear(
         recipe: how the arrays are quantised for products of 8-bit floats; None: not at all.
         scales: see fp8.fp8_linear.
         ranks: see fp8.fp8_linear.
+
+    Returns:
+        [M, O] in the type of x.
     """
     return _packed_grouped((recipe, ranks), x, weight, sizes, scales, packed)
 

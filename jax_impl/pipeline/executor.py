@@ -29,7 +29,7 @@ from jax import Array, lax
 
 from diptych.plans.schedule.lockstep import Keep, LockstepTable
 from diptych_kernels.mesh_axes import vary
-from jax_impl.offload import Moved, is_on_host
+from jax_impl.offload import MoveCounter, is_on_host
 from jax_impl.pipeline.packing import Packed
 from jax_impl.pipeline.programs import (
     CONTEXT_AXIS,
@@ -88,7 +88,7 @@ def run_lockstep(
     axes: tuple[str, ...],
     params: StagedParameters,
     batch: Any,
-    moved: Moved,
+    moved: MoveCounter,
     stage_state: Any = (),
 ) -> StepResult:
     """Return the losses of the microbatches and the gradients of this rank; all ranks run this function.
@@ -157,7 +157,7 @@ class _Execution:
         axes: tuple[str, ...],
         params: StagedParameters,
         batch: Any,
-        moved: Moved,
+        moved: MoveCounter,
         stage_state: Any,
     ) -> None:
         self._stages = stages

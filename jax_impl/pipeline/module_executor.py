@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.lockstep import KEEPS, Keep, compile_lockstep
 from diptych.plans.schedule.named import forwards_of, schedule_of_stages
-from jax_impl.offload import Moved
+from jax_impl.offload import MoveCounter
 from jax_impl.pipeline.backends import BACKENDS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
 from jax_impl.pipeline.executor import run_lockstep
 from jax_impl.pipeline.module_stages import (
@@ -362,7 +362,7 @@ class PipelineExecutor:
         table = compile_lockstep(schedule, self._fused and kind == "step", keep)
         axes = tuple(self.mesh.axis_names)
         params = StagedParameters(packed, params.ends)
-        result = run_lockstep(stages, table, keep, axes, params, batch, Moved(), state)
+        result = run_lockstep(stages, table, keep, axes, params, batch, MoveCounter(), state)
         state = result.stage_state
         gradients = result.gradients
         if DATA_AXIS in axes:

@@ -20,7 +20,7 @@ from diptych.plans.model.operations import (
 )
 from diptych_kernels import autodiff_rules
 from diptych_kernels.autodiff_rules import Array, Operation, Sinkhorn, dtype_name
-from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, BoundarySequences, DeltaRule, Ranks
+from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, BoundarySequences, DeltaRule, StateExchange
 from diptych_kernels.delta_rule.launch_configs import parts_of
 from diptych_kernels.launch_configs import Launch, Write, wide
 
@@ -402,7 +402,7 @@ class Functions(ABC):
         chunk_size: int,
         scale: float,
         recompute: bool = True,
-        ranks: Ranks | None = None,
+        ranks: StateExchange | None = None,
         boundary: BoundarySequences | None = None,
     ) -> tuple[Array, Array]:
         """Compute outputs and final states of the gated delta rule (arXiv 2412.06464; KDA: arXiv 2510.26692).

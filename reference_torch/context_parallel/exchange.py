@@ -61,7 +61,7 @@ def exchange_states(
     return _prefix_scan(*own, context, position, reverse)
 
 
-def of_call(context: FLACPContext, x: Tensor) -> FLACPContext:
+def context_for(context: FLACPContext, x: Tensor) -> FLACPContext:
     """Return the context of a call: for a fake tensor, which has no elements, one that sends and receives nothing."""
     if not isinstance(x, FakeTensor):
         return context

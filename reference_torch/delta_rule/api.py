@@ -17,7 +17,7 @@ from diptych.plans.model.delta_rule import (
 )
 from reference_torch.autograd import is_transformed, refuse_transformed, without_autocast
 from reference_torch.context_parallel import StateExchange, complete, with_transition_columns
-from reference_torch.context_parallel.exchange import of_call
+from reference_torch.context_parallel.exchange import context_for
 from reference_torch.context_parallel.states import run_pipelined
 from reference_torch.context_parallel.wavefront import is_pipelined
 from reference_torch.delta_rule.by_kernels import chunked_by_kernels
@@ -253,7 +253,7 @@ def _chunked_eagerly(
     q = arguments.q
     if context is not None:
         check_part(context, tuple(getattr(q, "shape", ())), _offsets_to_compare(context, cu_seqlens))
-        context = of_call(context, q)
+        context = context_for(context, q)
     cu_seqlens_cpu = _check(arguments, initial, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
     options = options.for_length(q.shape[1])
     impl = implementation_for(impl, context)

@@ -29,7 +29,7 @@ from diptych_kernels.delta_rule import launch_configs
 from diptych_kernels.delta_rule.launch_configs import Call
 
 
-class Ranks(Protocol):
+class StateExchange(Protocol):
     """An exchange of states between context-parallel ranks; hashable.
 
     ``roles`` says where the rank's boundary sequences begin and end. Only the backend interprets it.
@@ -40,7 +40,7 @@ class Ranks(Protocol):
 
         Args:
             maps: map [H | M] of this rank's last sequence. [1, HV, K, V + K]
-            roles: see Ranks.
+            roles: see StateExchange.
 
         Returns:
             The state that the earlier ranks compose of their maps. [HV, K, V]
@@ -54,7 +54,7 @@ class Ranks(Protocol):
             maps: map [H | M] of this rank's last sequence. [1, HV, K, V + K]
             d_received: dH of this rank's first sequence, the part of the gradient of the received state that this
                 rank's tokens contribute. [HV, K, V]
-            roles: see Ranks.
+            roles: see StateExchange.
 
         Returns:
             The gradient that the later ranks compose of their parts. [HV, K, V]
@@ -93,7 +93,7 @@ class DeltaRule(NamedTuple):
     chunk_size: int
     recompute: bool = True
     parts: int = 1
-    ranks: Ranks | None = None
+    ranks: StateExchange | None = None
 
 
 class Matrices(NamedTuple):
@@ -170,7 +170,7 @@ class BoundarySequences(NamedTuple):
     Args:
         initial: initial state of the last sequence; 0 if it starts on another rank. [1, HV, K, V]
         sequences: first and last sequence, in the form of Inputs.sequences. [2, 3] int32
-        roles: see Ranks.
+        roles: see StateExchange.
     """
 
     initial: Array
