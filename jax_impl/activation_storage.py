@@ -31,8 +31,8 @@ def pack(x: Float[Array, "*b k"]) -> UInt8[Array, "*b p"]:
     """
     values, inverse = quantize(lax.stop_gradient(x).reshape(-1, x.shape[-1]), QUANTIZATION)
     exponents = lax.bitcast_convert_type(1 / inverse, jnp.int32) >> 23 & 255
-    entries = lax.bitcast_convert_type(values, jnp.uint8)
-    joined = jnp.concatenate([entries, exponents.astype(jnp.uint8)], axis=1)
+    elements = lax.bitcast_convert_type(values, jnp.uint8)
+    joined = jnp.concatenate([elements, exponents.astype(jnp.uint8)], axis=1)
     return joined.reshape(*x.shape[:-1], packed_width(x.shape[-1]))
 
 
@@ -41,7 +41,7 @@ def unpack(packed: UInt8[Array, "*b p"], width: int, dtype: DTypeLike) -> Float[
 
     Args:
         packed: array that pack has returned. [..., packed_width(K)]
-        width: entries of a row. K
+        width: elements of a row. K
         dtype: type of the result.
     """
     rows = packed.reshape(-1, packed.shape[-1])

@@ -60,7 +60,7 @@ def quantize(
 
     Returns:
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
-        float32. An entry that is not finite is NaN, and so are all others with the same scale.
+        float32. An element that is not finite becomes NaN, and so do all other elements with the same scale.
     """
     wide = x.astype(jnp.float32)
     largest = quantization.largest
@@ -228,7 +228,7 @@ def _scales(maxima: Array, quantization: Quantization) -> Array:
 
 
 def _spread(scale: Array, shape: tuple[int, ...], quantization: Quantization) -> Array:
-    """Repeat the scale of each block for its entries. [N, K], or [1, 1] for one scale."""
+    """Repeat the scale of each block for its elements. [N, K], or [1, 1] for one scale."""
     if quantization.block is None:
         return scale
     rows, columns = quantization.block

@@ -95,7 +95,7 @@ def choose_experts(
         group_topk: groups whose experts a token may have, by the sum of the two highest scores of each; None: all.
 
     Returns:
-        Numbers of the experts, by falling score. [N, topk]
+        Indices of the experts, by falling score. [N, topk]
     """
     scores = jax.lax.stop_gradient(scores)
     scores = scores if bias is None else scores + jax.lax.stop_gradient(bias)

@@ -98,7 +98,7 @@ def choose_experts(
         group_topk: groups whose experts a token may have, by the sum of the two highest scores of each; None: all.
 
     Returns:
-        Numbers of the experts, by falling score. [N, topk]
+        Indices of the experts, by falling score. [N, topk]
     """
     scores = scores.detach()
     scores = scores if bias is None else scores + bias.detach()

@@ -71,7 +71,7 @@ class PipelineExecutor:
         shared_parameters: parameters that several stages share, such as a tied embedding, each as a dict from stage to
             dotted name. They are equal on every rank, and their gradients are summed. None: variables that nnx modules
             share, nothing for functions.
-        keep: values that a stage saves for backward: its "inputs" (backward runs the stage again) or the "residuals" of
+        keep: values that a stage saves for backward: its "inputs" (backward replays the stage) or the "residuals" of
             its derivative; jax.checkpoint within a stage decides which these are.
         slots: "canonical" or "fused"; see make_pipeline_step.
         backend: "shard_map" or "pmap", which run the same function.
@@ -380,7 +380,7 @@ class PipelineExecutor:
             )
         if self._keep == "inputs":
             raise ValueError(
-                f"keep: expected 'residuals', since {who} and backward would run the stages again with the changed "
+                f"keep: expected 'residuals', since {who} and backward would replay the stages with the changed "
                 "values, got 'inputs'; leave keep out"
             )
 

@@ -91,7 +91,7 @@ class RecomputedModules:
 
 
 def recompute_modules(model: Any, modules: Any) -> Any:
-    """Make submodules drop their outputs and the values saved for backward, and compute both again in backward.
+    """Make submodules drop their outputs and the values saved for backward, and recompute both in backward.
 
     A function drops values that it names with jax.ad_checkpoint.checkpoint_name.
 

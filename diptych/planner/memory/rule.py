@@ -125,7 +125,7 @@ def rule_scratch(shape: RuleShape) -> tuple[int, int]:
 def rule_moved(shape: RuleShape) -> tuple[int, int]:
     """Return the bytes that the steps of the rule move at least, in forward and in backward.
 
-    Every array of all segments is written and read once. Backward runs forward again.
+    Every array of all segments is written and read once. Backward replays forward.
 
     Args:
         shape: sizes of the call, with complete sequences.

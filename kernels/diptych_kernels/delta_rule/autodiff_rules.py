@@ -83,7 +83,7 @@ class DeltaRule(NamedTuple):
         per_channel: True for one decay per channel of the keys, False for one per head.
         scale: factor of the queries.
         chunk_size: tokens of a chunk; 16, 32 or 64. C
-        recompute: compute decayed queries and keys, states and errors again in backward instead of saving them.
+        recompute: recompute decayed queries and keys, states and errors in backward instead of saving them.
         parts: number of parts per sequence that are scanned in parallel; 1 for none.
         ranks: exchange between context-parallel ranks; None if all sequences are complete.
     """
