@@ -470,7 +470,10 @@ def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
         if recorded[part].get(field) != values.get(field)
     ]
     if differing:
-        raise CheckpointError(f"checkpoint: expected the settings of its run, got others: {'; '.join(differing)}")
+        raise CheckpointError(
+            f"checkpoint: expected the settings of its run, got others: {'; '.join(differing)}; give those of the "
+            "checkpoint, or begin a run with its weights by --init"
+        )
 
 
 def check_model(checkpoint: Checkpoint, model: TransformerConfig) -> None:
@@ -483,7 +486,8 @@ def check_model(checkpoint: Checkpoint, model: TransformerConfig) -> None:
     for name, value in asdict(model).items():
         if defines_model(name) and getattr(recorded, name) != value:
             raise CheckpointError(
-                f"checkpoint: expected the model of its weights, with {name} {getattr(recorded, name)!r}, got {value!r}"
+                f"checkpoint: expected the model of its weights, with {name} {getattr(recorded, name)!r}, got "
+                f"{value!r}; give {name} of the checkpoint"
             )
 
 
