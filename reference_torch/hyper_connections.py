@@ -518,7 +518,7 @@ class HyperConnectionModule(nn.Module):
             ValueError: x does not have n streams.
         """
         if x.shape[-2] != n:
-            raise ValueError(f"n: expected the number of streams of x, {x.shape[-2]}, got {n}; pass {x.shape[-2]}")
+            raise ValueError(f"n: expected the number of streams of x, {x.shape[-2]}, got {n}; pass n=x.shape[-2]")
         return x.mean(-2)
 
 

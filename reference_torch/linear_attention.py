@@ -105,7 +105,7 @@ class _DeltaRuleMixer(nn.Module):
         if context.attention_mask is not None:
             raise ValueError(
                 "attention_mask: expected None in a model with gdn or kda layers, whose state has seen all tokens, got "
-                f"one of shape {list(context.attention_mask.shape)}"
+                f"one of shape {list(context.attention_mask.shape)}; give document_starts to separate documents"
             )
         sequences = context.sequences
         if isinstance(sequences, FLACPContext):

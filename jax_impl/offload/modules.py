@@ -155,7 +155,8 @@ def offload_modules(
         )
         if outer is not None:
             raise ValueError(
-                f"modules: expected modules apart, got {name}, which lies inside of {outer or 'the model'}"
+                f"modules: expected modules that do not contain each other, got {name}, which is inside "
+                f"{outer or 'the model'}; name one of them"
             )
         if hasattr(module, _SETTINGS):
             raise ValueError(f"modules: expected modules without offload, got {name}, which has it; close() it first")

@@ -81,7 +81,9 @@ class RecomputedModules:
             ValueError: recompute was removed.
         """
         if not self._changed:
-            raise ValueError("report: expected recompute that is in place, got removed one; call report before remove")
+            raise ValueError(
+                "report: expected recompute that was not removed, got removed recompute; call report before remove"
+            )
         places = list(dict.fromkeys(self._labels.values()))
         runs = []
         for place in (_OFF, _OUTSIDE):

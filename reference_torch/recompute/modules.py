@@ -81,7 +81,9 @@ class RecomputedModules:
             RecomputeUsageError: recompute was removed.
         """
         if not self._wrapped:
-            raise RecomputeUsageError("report: expected recompute that is in place, got removed one")
+            raise RecomputeUsageError(
+                "report: expected recompute that was not removed, got removed recompute; call report before remove"
+            )
         places = [*self.blocks, *(name for names in self.blocks.values() for name in names)]
         runs = []
         for is_active in (False, True):
