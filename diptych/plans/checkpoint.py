@@ -4,9 +4,9 @@ A checkpoint is a safetensors file ``step_00000100.safetensors`` with the arrays
 
     model.<name>, first_moment.<name>, second_moment.<name>      <name>: canonical parameter name
 
-and, in its header, one JSON record: format version, step, settings of model, training and data, and a
-checksum over arrays and record. No other training position is stored, because batches, dropout masks and the learning
-rate depend on the step only. Any safetensors reader can read the weights.
+and, in its header, one JSON record: format version, step, settings of model, training and data, and a checksum over
+arrays and record. No other training position is stored, because batches, dropout masks and the learning rate depend on
+the step only. Any safetensors reader can read the weights.
 
 A file with weights alone (write_weights) has the first kind of arrays, and the record of the model. A run begins with
 them (``diptych train --init``).
