@@ -357,8 +357,8 @@ def _token_gradients(
     tokens = (inputs.q, inputs.k, inputs.g, inputs.beta)
     if static.per_channel:
         arrays = (*tokens, da_qk, da_kk, *state_terms, dbeta, chunks)
-        dq, dk, before, after, dbetas = backend(launch_configs.channel_gradients, sizes, *arrays)
-        arrays = (inputs.g, before, after, terms.decay, ddecay, dbetas, chunks)
+        dq, dk, rise, fall, dbetas = backend(launch_configs.channel_gradients, sizes, *arrays)
+        arrays = (inputs.g, rise, fall, terms.decay, ddecay, dbetas, chunks)
         dg, dbeta = backend(launch_configs.gate_gradients, sizes | {"slices": dbetas.shape[-1]}, *arrays)
     else:
         arrays = (*tokens, a_qk, a_kk, da_qk, da_kk, *state_terms, ddecay, dbeta, chunks)
