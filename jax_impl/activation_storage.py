@@ -31,8 +31,8 @@ def pack(x: Float[Array, "*b k"]) -> UInt8[Array, "*b p"]:
     """
     values, inverse = quantize(lax.stop_gradient(x).reshape(-1, x.shape[-1]), QUANTIZATION)
     exponents = lax.bitcast_convert_type(1 / inverse, jnp.int32) >> 23 & 255
-    entries = lax.bitcast_convert_type(values, jnp.uint8)
-    joined = jnp.concatenate([entries, exponents.astype(jnp.uint8)], axis=1)
+    elements = lax.bitcast_convert_type(values, jnp.uint8)
+    joined = jnp.concatenate([elements, exponents.astype(jnp.uint8)], axis=1)
     return joined.reshape(*x.shape[:-1], packed_width(x.shape[-1]))
 
 
@@ -41,7 +41,7 @@ def unpack(packed: UInt8[Array, "*b p"], width: int, dtype: DTypeLike) -> Float[
 
     Args:
         packed: array that pack has returned. [..., packed_width(K)]
-        width: entries of a row. K
+        width: elements of a row. K
         dtype: type of the result.
     """
     rows = packed.reshape(-1, packed.shape[-1])
@@ -56,6 +56,9 @@ def packed_for_backward(x: Float[Array, "*b k"], name: str | None) -> UInt8[Arra
     Args:
         x: the array. [..., K]
         name: name of the value, one of diptych.plans.model.values.VALUES; None: it is not saved in 8 bits.
+
+    Returns:
+        [..., packed_width(K)] uint8, or None.
     """
     return None if name is None else name_value(pack(x), name)
 
@@ -147,6 +150,9 @@ def packed_grouped_linear(
         recipe: how the arrays are quantised for products of 8-bit floats; None: not at all.
         scales: see fp8.fp8_linear.
         ranks: see fp8.fp8_linear.
+
+    Returns:
+        [M, O] in the type of x.
     """
     return _packed_grouped((recipe, ranks), x, weight, sizes, scales, packed)
 

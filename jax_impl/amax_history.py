@@ -76,5 +76,5 @@ observe.defvjp(_forward, _backward)
 
 
 def _exponent(x: Array, factor: int = 1) -> Array:
-    """Return the exponent bits of the largest absolute entry / factor, int32; 0 for an array without entries."""
+    """Return the exponent bits of the largest absolute element / factor, int32; 0 for an array without elements."""
     return lax.bitcast_convert_type(amax(x).astype(jnp.float32) / factor, jnp.int32) >> MANTISSA_BITS

@@ -50,7 +50,7 @@ class Decoder:
         cache = self._cache if continues and self._cache else empty_cache(config, 1)
         self.reset()
         logits, self._cache = _read_tokens(self.model, jnp.asarray(unread[None], jnp.int32), cache)
-        self._read = tokens[-config.seq_length :]
+        self._read = tokens[-config.seq_length :].copy()  # the caller may write its next text into the same array
         return np.asarray(logits)
 
 

@@ -60,7 +60,7 @@ def quantize(
 
     Returns:
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
-        float32. An entry that is not finite is NaN, and so are all others with the same scale.
+        float32. An element that is not finite becomes NaN, and so do all other elements with the same scale.
     """
     wide = x.astype(jnp.float32)
     largest = quantization.largest
@@ -81,7 +81,7 @@ def dequantize(values: Array, inverse: Float[Array, "a b"], quantization: Quanti
 
 
 def amax(x: Array) -> Array:
-    """Return the largest absolute value of an array, infinity if it has a NaN; of an array without entries 0."""
+    """Return the largest absolute value of an array: infinity if it has a NaN (PyTorch: NaN), 0 without elements."""
     return _sizes(x).max(initial=0)
 
 
@@ -202,7 +202,7 @@ def _rounded(x: Array, dtype: str) -> Array:
 
 
 def _maxima(x: Array, quantization: Quantization) -> Array:
-    """Return the largest absolute value of every block, [blocks of N, blocks of K]; of a matrix without entries 0."""
+    """Return the largest absolute value of every block, [blocks of N, blocks of K]; 0 if there are no elements."""
     sizes = _sizes(x)
     if quantization.block is None:
         return sizes.max(initial=0).reshape(1, 1)
@@ -228,7 +228,7 @@ def _scales(maxima: Array, quantization: Quantization) -> Array:
 
 
 def _spread(scale: Array, shape: tuple[int, ...], quantization: Quantization) -> Array:
-    """Repeat the scale of each block for its entries. [N, K], or [1, 1] for one scale."""
+    """Repeat the scale of each block for its elements. [N, K], or [1, 1] for one scale."""
     if quantization.block is None:
         return scale
     rows, columns = quantization.block

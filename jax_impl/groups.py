@@ -46,7 +46,7 @@ def gather_texts(text: str) -> list[str]:
     """Return the texts of all processes, in order of their ranks, on every process.
 
     Args:
-        text: text of this process.
+        text: text of this process; with several processes it is cut after MAX_TEXT_BYTES bytes.
     """
     if jax.process_count() == 1:
         return [text]
@@ -63,18 +63,21 @@ def on_first_rank(write: Callable[[], str]) -> str:
         write: the function.
 
     Raises:
-        CheckpointError: with several processes, the function raised an error; the message is that of the error.
+        CheckpointError: with several processes, the function raised an error; the message is that of the error, cut
+            after MAX_TEXT_BYTES bytes.
     """
     if jax.process_count() == 1:
         return write()
     written = ""
     failure = ""
+    cause: Exception | None = None
     if jax.process_index() == 0:
         try:
             written = write()
         except Exception as error:  # any error: the other processes must not wait for a failed call
+            cause = error
             failure = str(error) or repr(error)
     written, failure = (gather_texts(text)[0] for text in (written, failure))
     if failure:
-        raise CheckpointError(failure)
+        raise CheckpointError(failure) from cause
     return written

@@ -8,10 +8,10 @@ For residual streams x [B, T, S, D], with r = 1 / rms of the S*D elements of a t
     h_res      = sinkhorn(h[2S:])                        mixes the streams, doubly stochastic
     x_next     = h_res @ x + dropout(h_post * (y + b))   y, b: output and bias of the sublayer
 
-Mirrors ``reference_torch/hyper_connections.py``, which explains why h_res is doubly stochastic and why the token axis
-is innermost. PyTorch calls batched matrix products; JAX uses einsums. XLA's CPU backend takes up to ten times as long
-for some products with a transposed operand, or materialises broadcasts. So transposes of small operands are kept out of
-products by ``jax.lax.optimization_barrier``.
+Mirrors ``reference_torch/hyper_connections.py``, which explains why h_res is doubly stochastic. doubly_stochastic.py
+explains why the token axis is innermost. PyTorch calls batched matrix products; JAX uses einsums. XLA's CPU backend
+takes up to ten times as long for some products with a transposed operand, or materialises broadcasts. So transposes of
+small operands are kept out of products by ``jax.lax.optimization_barrier``.
 
 Reference: mHC, arXiv 2512.24880, eqs. 3-9. Layout is batch first, [B, T, S, D].
 """
@@ -202,13 +202,13 @@ def read_streams(
     epsilon: float = 1e-5,
     mhc_epsilon: float = 0.0,
     transposed: bool = False,
-    through: bool = True,
+    merge_residual_gradient: bool = True,
     impl: str = "auto",
 ) -> tuple[Float[Array, "b t d"], Float[Array, "b t s"], Float[Array, "b t s s"], Float[Array, "b t s d"]]:
     """Return the input of a sublayer, h_post and h_res for write_streams, and x as its residual.
 
     With Triton kernels, the gradient of x is written once if write_streams gets the returned x. The results are those
-    of compute_mappings and aggregate. The returned x shares the memory of x and must not be changed in place.
+    of compute_mappings and aggregate; the returned x equals x.
 
     Args:
         x: residual streams. [B, T, S, D]
@@ -220,7 +220,8 @@ def read_streams(
         epsilon: added to the mean square.
         mhc_epsilon: added to h_pre, and in sinkhorn.
         transposed: the last S*S columns of phi give the transpose of h_res.
-        through: False: return x itself, whose gradient the framework then adds, to the same bits.
+        merge_residual_gradient: True: write the gradient of x once, with that of the returned x; False: return x
+            itself, and the framework adds the two gradients. Results are bitwise equal.
         impl: see diptych.plans.model.implementation.
 
     Returns:
@@ -241,7 +242,9 @@ def read_streams(
     operations.check_iterations(iterations, last)
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
     operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon)
-    aggregated, h_post, h_res, x = kernels.read_streams(x, phi, alpha, bias, **options, through=through)
+    aggregated, h_post, h_res, x = kernels.read_streams(
+        x, phi, alpha, bias, **options, merge_residual_gradient=merge_residual_gradient
+    )
     return name_value(aggregated, "aggregated"), name_value(h_post, "h_post"), name_value(h_res, "h_res"), x
 
 
@@ -395,7 +398,7 @@ class HyperConnectionModule(nnx.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module, which with config.seed determines its initial values; None:
             ``hyper_connection.<layer_number>``.
     """

@@ -2,7 +2,7 @@
 
 A router scores the experts for each token, and the token's output is the weighted sum of the outputs of its experts
 with the highest scores. No token is dropped: pairs of a token and an expert are sorted by expert, and each expert
-computes as many as it has. Mirrors ``reference_torch/mlp.py``.
+computes all of its pairs. Mirrors ``reference_torch/mlp.py``.
 
 Reference: Shazeer et al., arXiv 1701.06538; DeepSeek-AI, arXiv 2412.19437, section 2.1.2, for sigmoid scores, the bias
 and the shared expert; arXiv 2405.04434, section 2.2, for groups.
@@ -33,7 +33,7 @@ class MLP(nnx.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
         specs: parameters by submodule; None: those of the layer's MLP.
     """
@@ -95,7 +95,7 @@ def choose_experts(
         group_topk: groups whose experts a token may have, by the sum of the two highest scores of each; None: all.
 
     Returns:
-        Numbers of the experts, by falling score. [N, topk]
+        Indices of the experts, by falling score. [N, topk]
     """
     scores = jax.lax.stop_gradient(scores)
     scores = scores if bias is None else scores + jax.lax.stop_gradient(bias)
@@ -150,7 +150,7 @@ class Experts(nnx.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
         specs: parameters of the layer's mixture of experts, by submodule.
     """
@@ -199,7 +199,7 @@ class MixtureOfExperts(nnx.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
     """
 

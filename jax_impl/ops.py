@@ -113,7 +113,7 @@ def dropout_state(
     positions: Int[Array, " t"],
     seq_length: int,
 ) -> DropoutState:
-    """Return the row numbers of a batch: (sample * seq_length + position) modulo 2**64, as two 32-bit words.
+    """Return a dropout state with rows (sample * seq_length + position) modulo 2**64, as two 32-bit words.
 
     Args:
         seed: < 2**32.

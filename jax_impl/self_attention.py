@@ -35,7 +35,7 @@ def attend_tokens(
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, by which PyTorch's ranks tell messages apart.
+        layer_number: global index of the layer, from 0, by which PyTorch's ranks tell messages apart.
         q: queries. [B, T, H, d]
         k: keys. [B, T, G, d]
         v: values. [B, T, G, e]
@@ -57,7 +57,7 @@ class SelfAttention(nnx.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
     """
 
@@ -122,7 +122,7 @@ class LatentAttention(nnx.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
     """
 

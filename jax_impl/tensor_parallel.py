@@ -180,7 +180,7 @@ WHOLE = TensorParallel()
 def sum_repeated(
     gradients: Mapping[str, Array], splits: Mapping[str, Split | None], tensor_parallel: TensorParallel
 ) -> dict[str, Array]:
-    """Sum the gradients of entries that several ranks hold, if each rank has only a part of the gradient.
+    """Sum the gradients of elements that several ranks hold, if each rank has only a part of the gradient.
 
     Args:
         gradients: gradients of this rank's parameters, by canonical name; axes before those of the parameter may stack

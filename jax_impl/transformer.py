@@ -54,7 +54,7 @@ class TransformerLayer(nnx.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int) -> None:
@@ -358,17 +358,18 @@ class GPTModel(nnx.Module):
         """
         batch, length = inputs.shape[:2]
         length *= 1 if self.pre_process else tensor_parallel.token_parts
-        masks = {"attention_mask": attention_mask, "document_starts": document_starts}
+        of_whole_sequences = {"attention_mask": attention_mask, "document_starts": document_starts}
         texts = None if cache is None else cache.batch
         seq_length = self.config.seq_length
-        check_inputs(seq_length, (batch, length), cached_length(cache), texts, cp_context, positions, **masks)
+        shape = (batch, length)
+        check_inputs(seq_length, shape, cached_length(cache), texts, cp_context, positions, **of_whole_sequences)
         if positions is None:
             positions = jnp.add(jnp.arange(length), 0 if cache is None else cache.length)
         tokens = inputs if inputs.shape[1] == length else jnp.zeros((batch, length))
         sequences = cp_context or pack_documents(document_starts, tokens, self.config.has_softmax)
         state = None
         if training and self.config.hidden_dropout > 0.0:
-            state = self._masks(step, samples, positions, inputs, tensor_parallel)
+            state = self._dropout_state(step, samples, positions, inputs, tensor_parallel)
         balance = self._balance(training)
         context = ForwardContext(positions, state, attention_mask, sequences, cache, balance, tensor_parallel)
         hidden_states = self.decoder(self._first_hidden_states(inputs, balance, tensor_parallel), context)
@@ -377,7 +378,7 @@ class GPTModel(nnx.Module):
             hidden_states = jnp.where(cache.length <= seq_length, hidden_states, jnp.nan)
         return self._output(hidden_states, targets, balance, tensor_parallel)
 
-    def _masks(
+    def _dropout_state(
         self,
         step: int | Array,
         samples: Array | None,

@@ -135,7 +135,10 @@ def paired_inputs(ours: Call, theirs: Call) -> tuple[dict[str, str], dict[str, s
         missing = [name for name in arrays if name not in known and not _is_constant(arrays[name])]
         if missing:
             words = ", ".join(f"{name} {arrays[name].shape}" for name in missing)
-            raise ValueError(f"expected inputs of equal shapes, got no counterpart for {words} of {side}")
+            raise ValueError(
+                f"inputs: expected inputs of equal shapes, got no counterpart for {words} of {side}; pair other "
+                "submodules by modules"
+            )
     return own, found
 
 
@@ -185,7 +188,10 @@ def paired_outputs(ours: Call, theirs: Call) -> dict[str, str]:
     for side, call, known in (("JAX", theirs, found.keys()), ("PyTorch", ours, set(found.values()))):
         unknown = [name for name in call.outputs if name not in known and _is_used(call, name)]
         if unknown:
-            raise ValueError(f"expected equal outputs, got no counterpart for {', '.join(unknown)} of {side}")
+            raise ValueError(
+                f"outputs: expected equal outputs, got no counterpart for {', '.join(unknown)} of {side}; pair other "
+                "submodules by modules"
+            )
     return found
 
 
@@ -211,7 +217,10 @@ def moved_outputs(ours: Call, theirs: Call, names: Mapping[str, str]) -> frozens
         got = theirs.outputs[other]
         if got.shape != expected.shape:
             shape = ours.outputs[name].shape
-            raise ValueError(f"output {name!r}: expected the shape {shape} of PyTorch, got {got.shape} in JAX")
+            raise ValueError(
+                f"output {name!r}: expected the shape {shape} of PyTorch, got {got.shape} in JAX; pair other "
+                "submodules by modules"
+            )
         if expected is not ours.outputs[name]:
             moved.add(name)
     return frozenset(moved)

@@ -78,8 +78,8 @@ def make_inputs(inputs: Any, static: Mapping[str, Any] | None = None) -> Inputs:
     """Return inputs given as a mapping (passed by name), as a list or tuple (by position), or as one array.
 
     Raises:
-        ValueError: there is no array among the inputs, an array has no numbers, or a name is also among the static
-            arguments.
+        ValueError: there is no array among the inputs, an array's elements are no numbers, or a name is also among
+            the static arguments.
     """
     if static is not None and not isinstance(static, Mapping):
         raise ValueError(f"static: expected a mapping of keyword arguments, got {type(static).__name__}")

@@ -332,7 +332,8 @@ class _Search:
                 if not any(star_match(pattern, name) is not None for name in names) and pattern != "":
                     near = ", ".join(difflib.get_close_matches(pattern, names, 3, 0.3)) or "none"
                     raise ValueError(
-                        f"modules: expected a submodule of {side}, {pattern!r} matches none; similar: {near}"
+                        f"modules: expected a submodule of {side}, got {pattern!r}, which is none; similar names: "
+                        f"{near}"
                     )
 
     def _note_unrecorded(self) -> None:

@@ -207,7 +207,7 @@ def _listed(shapes: Iterable[tuple[int, ...]]) -> str:
 
 def _no_match(where: str, name: str, shapes: Shapes, side: str) -> str:
     near = ", ".join(difflib.get_close_matches(name, list(shapes), 3, 0.3)) or "none"
-    return f"{where}: expected a parameter of the {side} module, {name!r} matches none; similar: {near}"
+    return f"{where}: expected a parameter of the {side} module, got {name!r}, which is none; similar names: {near}"
 
 
 def _check_complete(links: Sequence[Link], torch: Shapes, jax: Shapes, ignored: Sequence[re.Pattern]) -> None:

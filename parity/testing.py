@@ -31,7 +31,7 @@ __all__ = ["assert_equivalent", "drawn_sizes", "equivalence", "normal", "shapes"
 DIFFICULT = "one, odd, power of two, between powers of two, below a block, above a block, empty"
 """Kinds of sizes that the strategies draw and count."""
 WRITTEN = 24
-"""Most numbers that a reproduction writes out."""
+"""Most elements that a reproduction writes out."""
 _drawn: Counter[str] = Counter()
 
 
@@ -141,7 +141,7 @@ def _importable(side: Any) -> tuple[str, str]:
 
 
 def _written(inputs: Any) -> str:
-    """Return an expression for the inputs; many numbers, and containers that repr does not write, are in a file."""
+    """Return an expression for the inputs; many elements, and containers that repr does not write, are in a file."""
     total = 0
     is_plain = True
 
@@ -159,7 +159,7 @@ def _written(inputs: Any) -> str:
     data = pickle.dumps(map_arrays(inputs, lambda _, value: to_numpy(value), "inputs"))
     path = Path(tempfile.gettempdir()) / f"diptych-inputs-{zlib.crc32(data):08x}.pickle"
     path.write_bytes(data)
-    return f"np.load({str(path)!r}, allow_pickle=True)  # {total} numbers"
+    return f"np.load({str(path)!r}, allow_pickle=True)  # {total} elements"
 
 
 def _nodes(tree: Any) -> Iterator[Any]:

@@ -7,7 +7,7 @@ GRADIENT = {"float8": 1e-1, "bfloat16": 4e-2, "float32": 1e-5, "float64": 1e-12}
 """Loss and each parameter's gradient at equal parameters, norm-wise relative.
 
 float8: three times what 20 steps of the default model in bfloat16 show (3e-2); a sum that differs in its last digit may
-be rounded to another of the few 8-bit numbers.
+be rounded to another of the few 8-bit values.
 
 bfloat16: ten times the distance of either backend's whole gradient from its float32 one, 4e-3, as
 tests/test_precision.py measures it; gradients of coefficients nearly cancel and lose more than the whole.

@@ -37,7 +37,7 @@ def unpack(packed: UInt8[Tensor, "*b p"], width: int, dtype: torch.dtype) -> Flo
 
     Args:
         packed: result of pack. [..., packed_width(K)] uint8
-        width: entries of a row. K
+        width: elements of a row. K
         dtype: type of the result.
     """
     rows = packed.reshape(-1, packed.shape[-1])

@@ -36,7 +36,10 @@ class AddedConnections:
         """
         for name, forward in self._forwards.items():
             if not forward.is_installed:
-                raise ValueError(f"remove: expected the forward of add_hyper_connections in {name!r}, got a later one")
+                raise ValueError(
+                    f"remove: expected the forward of add_hyper_connections in {name!r}, got a later one; undo the "
+                    "later change first"
+                )
         for forward in self._forwards.values():
             forward.undo()
             delattr(forward.module, ATTRIBUTE)
@@ -105,13 +108,16 @@ def _chosen(model: nn.Module, blocks: Any) -> dict[str, nn.Module]:
     names = select("blocks", blocks, [*found])
     used = next((name for name in names if hasattr(found[name], ATTRIBUTE)), None)
     if used is not None:
-        raise ValueError(f"blocks: expected blocks without an attribute {ATTRIBUTE!r}, got {used}, which has one")
+        raise ValueError(
+            f"blocks: expected blocks without an attribute {ATTRIBUTE!r}, got {used}, which has one; remove() the "
+            "hyper-connections that it has"
+        )
     chosen = {name: found[name] for name in names}
     for name, module in model.named_modules(remove_duplicate=False):
         if name not in chosen and module in chosen.values():
             raise ValueError(
                 f"blocks: expected blocks that the model calls once, got {name!r}, which is also registered under "
-                "another name"
+                "another name; leave it out, or register a copy"
             )
     return chosen
 
@@ -121,7 +127,10 @@ def _width(name: str, block: nn.Module) -> int:
     norms = [child for child in block.children() if "norm" in type(child).__name__.lower()]
     width = next((p.numel() for norm in norms for p in norm.parameters() if p.dim() == 1), None)
     if width is None:
-        raise ValueError(f"hidden_size: expected a number, since no child of {name} is a norm with weights, got None")
+        raise ValueError(
+            f"hidden_size: expected a number, since no child of {name} is a norm with weights, got None; pass the "
+            "channels of the hidden states"
+        )
     return width
 
 

@@ -80,5 +80,5 @@ class _Observed(torch.autograd.Function):
 
 
 def _exponent(x: Tensor, factor: int = 1) -> Tensor:
-    """Return the exponent bits of the largest absolute entry / factor, int32; 0 for an array without entries."""
+    """Return the exponent bits of the largest absolute element / factor, int32; 0 for an array without elements."""
     return (amax(x).float() / factor).view(torch.int32) >> MANTISSA_BITS

@@ -51,5 +51,5 @@ class Decoder:
         with torch.no_grad():
             logits = self.model(torch.from_numpy(unread.astype(np.int64))[None].to(device), cache=cache, training=False)
         self._cache = cache
-        self._read = tokens[-config.seq_length :]
+        self._read = tokens[-config.seq_length :].copy()  # the caller may write its next text into the same array
         return logits[0, -1].cpu().numpy()

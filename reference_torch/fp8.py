@@ -37,7 +37,7 @@ class SharingRanks(NamedTuple):
         """Replace a tensor by its maximum over the ranks, and return it."""
         for group in self.groups:
             work = dist.all_reduce(x, dist.ReduceOp.MAX, group=group, async_op=True)
-            wait_for(work, "the largest entry of an array in FP8", self.timeout)
+            wait_for(work, "the largest element of an array in FP8", self.timeout)
         return x
 
 
@@ -61,7 +61,7 @@ def quantize(
 
     Returns:
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
-        float32. An entry that is not finite becomes NaN, and so do all other entries with the same scale.
+        float32. An element that is not finite becomes NaN, and so do all other elements with the same scale.
     """
     x = x.float() if x.dtype == torch.float64 else x  # narrower types become float32 by the product with scales
     if quantization.delayed:
@@ -84,7 +84,7 @@ def dequantize(values: Tensor, inverse: Float[Tensor, "a b"], quantization: Quan
 
 
 def amax(x: Tensor) -> Tensor:
-    """Return the largest absolute value of an array: NaN if an entry is NaN, 0 if there are no entries."""
+    """Return the largest absolute value of an array: NaN if it has a NaN (JAX: infinity), 0 without elements."""
     if not x.numel():
         return x.new_zeros(())
     least, most = torch.aminmax(x.detach())
@@ -201,7 +201,7 @@ def _cast(x: Tensor, scales: Tensor, quantization: Quantization) -> Tensor:
 
 
 def _maxima(x: Tensor, quantization: Quantization) -> Tensor:
-    """Return the largest absolute value of every block, [blocks of N, blocks of K]; 0 if there are no entries."""
+    """Return the largest absolute value of every block, [blocks of N, blocks of K]; 0 if there are no elements."""
     if quantization.block is None or not x.numel():
         return amax(x).float().repeat(blocks_of(x.shape, quantization))
     rows, columns = quantization.block
@@ -221,7 +221,7 @@ def _scales(maxima: Tensor, quantization: Quantization) -> Tensor:
 
 
 def _spread(scale: Tensor, shape: torch.Size, quantization: Quantization) -> Tensor:
-    """Repeat the scale of each block for its entries. [N, K], or [1, 1] for one scale."""
+    """Repeat the scale of each block for its elements. [N, K], or [1, 1] for one scale."""
     if quantization.block is None:
         return scale
     rows, columns = quantization.block

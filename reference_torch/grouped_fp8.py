@@ -94,7 +94,7 @@ class Groups:
                 found.append(weight.new_ones((), dtype=torch.float32))
             elif self.scales is None:
                 found.append(array_scale(array, self.recipe[number], self.ranks))
-            else:  # an entry that is not finite makes all others NaN, also those of other groups
+            else:  # an element that is not finite makes all others NaN, also those of other groups
                 found.append(self.scales[number].where(amax(array).isfinite(), float("nan")))
         return Fp8Products(with_given_scales(self.recipe), weight.dtype, torch.stack(found))
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from diptych.plans.checkpoint import CheckpointError
 from diptych.plans.config import TransformerConfig
 from diptych.plans.mesh import MESH_AXES, mesh_shape, replica_settings
 from diptych.plans.schedule.messages import PipelineError
@@ -270,19 +271,25 @@ def on_first_rank(write: Callable[[], Result], groups: ProcessGroups) -> Result:
     Args:
         write: the function.
         groups: process groups of this rank.
+
+    Raises:
+        CheckpointError: with several processes, the function raised an error; the message is that of the error.
+        PipelineError: the first process has ended.
     """
     if groups == ProcessGroups():
         return write()
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None, ""]
+    cause: Exception | None = None
     if dist.get_rank() == 0:
         try:
             outcome[0] = write()
         except Exception as error:  # any error: the other processes must not wait for a failed call
-            outcome[1] = error
+            cause = error
+            outcome[1] = str(error) or repr(error)  # its text, because not every error can be pickled
     with _named("the result of writing from rank 0"):
         dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
+    if outcome[1]:
+        raise CheckpointError(outcome[1]) from cause
     return outcome[0]
 
 

@@ -207,7 +207,7 @@ def read_streams(
     epsilon: float = 1e-5,
     mhc_epsilon: float = 0.0,
     transposed: bool = False,
-    through: bool = True,
+    merge_residual_gradient: bool = True,
     impl: str = "auto",
 ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "b t s"], Float[Tensor, "b t s s"], Float[Tensor, "b t s d"]]:
     """Return the input of a sublayer, h_post and h_res for write_streams, and x as its residual.
@@ -225,7 +225,8 @@ def read_streams(
         epsilon: added to the mean square.
         mhc_epsilon: added to h_pre, and in sinkhorn.
         transposed: the last S*S columns of phi give the transpose of h_res.
-        through: False: return x itself, whose gradient the framework then adds, to the same bits.
+        merge_residual_gradient: True: write the gradient of x once, with that of the returned x; False: return x
+            itself, and the framework adds the two gradients. Results are bitwise equal.
         impl: see diptych.plans.model.implementation.
 
     Returns:
@@ -246,7 +247,9 @@ def read_streams(
     operations.check_iterations(iterations, last)
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
     operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon)
-    aggregated, h_post, h_res, x = kernels.read_streams(x, phi, alpha, bias, **options, through=through)
+    aggregated, h_post, h_res, x = kernels.read_streams(
+        x, phi, alpha, bias, **options, merge_residual_gradient=merge_residual_gradient
+    )
     return name_value(aggregated, "aggregated"), name_value(h_post, "h_post"), name_value(h_res, "h_res"), x
 
 
@@ -364,7 +367,7 @@ class HyperConnectionModule(nn.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module, which with config.seed determines its initial values; None:
             ``hyper_connection.<layer_number>``.
     """
@@ -406,14 +409,15 @@ class HyperConnectionModule(nn.Module):
         self,
         hidden_states: Float[Tensor, "b t s d"],
         mhc_recompute_manager: MHCBlockRecomputeManager | None = None,
-        through: bool = True,
+        merge_residual_gradient: bool = True,
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "b t s d"] | DeferredMix, Float[Tensor, "b t s"]]:
         """Run forward with hidden_states as the residual; with kernels, defer mixing to write_streams.
 
         Args:
             hidden_states: residual streams. [B, T, S, D]
             mhc_recompute_manager: see forward.
-            through: see read_streams; False if recompute drops hidden_states, which it cannot while a view exists.
+            merge_residual_gradient: see read_streams; False if recompute drops hidden_states, which it cannot while a
+                view exists.
 
         Returns:
             aggregated [B, T, D], mixed [B, T, S, D] or a DeferredMix, h_post [B, T, S].
@@ -421,7 +425,7 @@ class HyperConnectionModule(nn.Module):
         if kernel_backend(self.config.impl, hidden_states) is None:
             return self(hidden_states, hidden_states, mhc_recompute_manager=mhc_recompute_manager)
         if mhc_recompute_manager is None:
-            read = partial(read_streams, through=through, **self._mapping_options)
+            read = partial(read_streams, merge_residual_gradient=merge_residual_gradient, **self._mapping_options)
             aggregated, h_post, h_res, residual = read(hidden_states, *self._mapping_parameters)
             return aggregated, DeferredMix(h_res, residual), h_post
         aggregated, h_post, h_res = mhc_recompute_manager.checkpoint(self._aggregate_mappings, hidden_states)
@@ -429,7 +433,7 @@ class HyperConnectionModule(nn.Module):
 
     def _aggregate_mappings(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return aggregated [B, T, D], h_post [B, T, S] and h_res [B, T, S, S] of the streams x [B, T, S, D]."""
-        return read_streams(x, *self._mapping_parameters, **self._mapping_options, through=False)[:3]
+        return read_streams(x, *self._mapping_parameters, **self._mapping_options, merge_residual_gradient=False)[:3]
 
     def compute_mappings(self, x: Float[Tensor, "b t s d"]) -> tuple[Tensor, Tensor, Tensor]:
         """Return h_pre [B, T, S], h_post [B, T, S] and h_res [B, T, S, S] of the streams x [B, T, S, D]."""
@@ -514,7 +518,7 @@ class HyperConnectionModule(nn.Module):
             ValueError: x does not have n streams.
         """
         if x.shape[-2] != n:
-            raise ValueError(f"n: expected the number of streams of x, {x.shape[-2]}, got {n}")
+            raise ValueError(f"n: expected the number of streams of x, {x.shape[-2]}, got {n}; pass n=x.shape[-2]")
         return x.mean(-2)
 
 

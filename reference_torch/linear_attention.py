@@ -105,7 +105,7 @@ class _DeltaRuleMixer(nn.Module):
         if context.attention_mask is not None:
             raise ValueError(
                 "attention_mask: expected None in a model with gdn or kda layers, whose state has seen all tokens, got "
-                f"one of shape {list(context.attention_mask.shape)}"
+                f"one of shape {list(context.attention_mask.shape)}; give document_starts to separate documents"
             )
         sequences = context.sequences
         if isinstance(sequences, FLACPContext):
@@ -184,7 +184,7 @@ class GatedDeltaNet(_DeltaRuleMixer):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
     """
 
@@ -216,7 +216,7 @@ class KimiDeltaAttention(_DeltaRuleMixer):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
     """
 

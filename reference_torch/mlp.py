@@ -31,7 +31,7 @@ class MLP(nn.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
         specs: parameters by submodule; None: those of the layer's MLP.
     """
@@ -98,7 +98,7 @@ def choose_experts(
         group_topk: groups whose experts a token may have, by the sum of the two highest scores of each; None: all.
 
     Returns:
-        Numbers of the experts, by falling score. [N, topk]
+        Indices of the experts, by falling score. [N, topk]
     """
     scores = scores.detach()
     scores = scores if bias is None else scores + bias.detach()
@@ -162,7 +162,7 @@ class Experts(nn.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
         specs: parameters of the layer's mixture of experts, by submodule.
     """
@@ -215,7 +215,7 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
     """
 

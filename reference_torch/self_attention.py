@@ -42,7 +42,7 @@ def attend_tokens(
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         q: queries. [B, T, H, d]
         k: keys. [B, T, G, d]
         v: values. [B, T, G, e]
@@ -66,7 +66,7 @@ class SelfAttention(nn.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
     """
 
@@ -135,7 +135,7 @@ class LatentAttention(nn.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
         name: canonical name of the module.
     """
 

@@ -8,7 +8,7 @@ exchange is one operation of autograd, whose backward is the opposite exchange:
     without sequence parallelism: nothing before a region       backward: sum of the gradients
                                   sum of the outputs after it   backward: nothing
 
-The cross entropy of logits that are divided by token ids exchanges three numbers per token instead of logits.
+The cross entropy of logits that are divided by token ids exchanges three elements per token instead of logits.
 
 Reference: Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
@@ -204,7 +204,7 @@ WHOLE = TensorParallel()
 def sum_repeated(
     gradients: Mapping[str, Tensor], splits: Mapping[str, Split | None], tensor_parallel: TensorParallel
 ) -> None:
-    """Sum the gradients of entries that several ranks hold, in place, if each rank has only a part of the gradient.
+    """Sum the gradients of elements that several ranks hold, in place, if each rank has only a part of the gradient.
 
     Args:
         gradients: gradients of this rank's parameters, by canonical name.
@@ -249,7 +249,7 @@ def sum_repeated(
 def counted_once(
     gradients: Mapping[str, Tensor], splits: Mapping[str, Split | None], tensor_parallel: TensorParallel
 ) -> list[Tensor]:
-    """Return gradients in which every entry counts once in a sum over all ranks; see share_counted of the plans.
+    """Return gradients in which every element counts once in a sum over all ranks; see share_counted of the plans.
 
     Args:
         gradients: gradients of this rank's parameters, by canonical name.

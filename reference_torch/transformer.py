@@ -51,7 +51,7 @@ class TransformerLayer(nn.Module):
 
     Args:
         config: configuration of the model.
-        layer_number: global number of the layer, from 0.
+        layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int) -> None:
@@ -140,8 +140,9 @@ class TransformerLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | DeferredMix, Tensor | None]:
         """Return a sublayer's input, the residual that its output is added to, and h_post (None: all weights are 1)."""
         if connection is not None:
-            through = "residual_streams" not in recompute.dropped
-            return connection.read(hidden_states, recompute.manager_of("aggregated"), through)
+            # Recompute cannot drop the streams while a view of them exists, which a merged gradient needs.
+            is_merged = "residual_streams" not in recompute.dropped
+            return connection.read(hidden_states, recompute.manager_of("aggregated"), is_merged)
         if hidden_states.dim() == 4:
             streams = self.config.num_residual_streams
             mean = recompute("aggregated", HyperConnectionModule.output_contract, hidden_states, streams)
@@ -313,7 +314,7 @@ class GPTModel(nn.Module):
             targets: the token after each of inputs. [B, T]
             step: training step, for dropout.
             samples: global index of each sequence, or of each token's sequence; None: 0 .. B-1. [B] or [B, T]
-            positions: positions of the tokens within their sequence; None: 0 .. T-1. [T]
+            positions: positions of the tokens within their sequence; None: 0 .. T-1, after the cached tokens. [T]
             attention_mask: see ops.causal_attention.
             document_starts: first token of each document; attention and state do not cross documents. See
                 diptych.plans.model.documents. None: each sequence is one document. [B, N] int32
@@ -333,17 +334,18 @@ class GPTModel(nn.Module):
         """
         batch, length = inputs.shape[:2]
         length *= 1 if self.pre_process else tensor_parallel.token_parts
-        masks = {"attention_mask": attention_mask, "document_starts": document_starts}
+        of_whole_sequences = {"attention_mask": attention_mask, "document_starts": document_starts}
         texts = None if cache is None else cache.batch
         seq_length = self.config.seq_length
-        check_inputs(seq_length, (batch, length), cached_length(cache), texts, cp_context, positions, **masks)
+        shape = (batch, length)
+        check_inputs(seq_length, shape, cached_length(cache), texts, cp_context, positions, **of_whole_sequences)
         if positions is None:
             positions = torch.arange(length, device=inputs.device) + (0 if cache is None else cache.length)
         tokens = inputs if inputs.shape[1] == length else inputs.new_empty((batch, length))
         sequences = cp_context or pack_documents(document_starts, tokens, self.config.has_softmax)
         state = None
         if training and self.training and self.config.hidden_dropout > 0.0:
-            state = self._masks(step, samples, positions, inputs, tensor_parallel)
+            state = self._dropout_state(step, samples, positions, inputs, tensor_parallel)
         balance = self._balance(training)
         context = ForwardContext(positions, state, attention_mask, sequences, cache, balance, tensor_parallel)
         hidden_states = self.decoder(self._first_hidden_states(inputs, balance, tensor_parallel), context)
@@ -351,7 +353,7 @@ class GPTModel(nn.Module):
             cache.length += length
         return self._output(hidden_states, targets, balance, tensor_parallel)
 
-    def _masks(
+    def _dropout_state(
         self,
         step: int,
         samples: Tensor | None,

@@ -198,7 +198,7 @@ ALLOWED_DIFFERENCES = {
     "hyper_connections.HyperConnectionModule.__call__(mhc_recompute_manager)": _POLICY,
     "hyper_connections.HyperConnectionModule.apply_h_post_with_checkpoint": _POLICY,
     "hyper_connections.HyperConnectionModule.read(mhc_recompute_manager)": _POLICY,
-    "hyper_connections.HyperConnectionModule.read(through)": _POLICY,
+    "hyper_connections.HyperConnectionModule.read(merge_residual_gradient)": _POLICY,
     "mlp.MLP.__call__(recompute)": _POLICY,
     "mlp.MixtureOfExperts.__call__(recompute)": _POLICY,
     "mlp.Experts.__call__(recompute)": _POLICY,

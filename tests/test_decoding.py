@@ -160,6 +160,17 @@ def test_reading_that_fails_leaves_nothing_half_remembered(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_an_array_that_changes_in_place_between_calls_is_another_text(backend):
+    model = backend_module(backend, "transformer").GPTModel(replace(CONFIG, num_layers=1, layer_pattern="attention"))
+    decoding = backend_module(backend, "decoding")
+    decoder, buffer = decoding.Decoder(model), TOKENS[0, :6].copy()
+    decoder.next_logits(buffer[:5])
+    buffer[2] = (buffer[2] + 1) % 32
+    expected = decoding.Decoder(model).next_logits(buffer.copy())
+    assert relative_difference(decoder.next_logits(buffer), expected) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_does_not_fit_a_cache_is_refused(backend):
     convert = torch.from_numpy if backend == "torch" else jnp.asarray
     model = backend_module(backend, "transformer").GPTModel(replace(CONFIG, num_layers=1, layer_pattern="attention"))

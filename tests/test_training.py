@@ -161,8 +161,14 @@ def test_parameters_are_set_whole_or_not_at_all(backend):
     trainer = dict(zip(BACKENDS, trainers(CONFIG, TRAIN), strict=True))[backend]
     values = trainer.parameters()
     name = "decoder.layers.1.mlp.linear_fc1.weight"
-    with pytest.raises(ValueError, match=rf"values: expected .* differs in \['{name}'\]"):
+    n = len(values)
+    got = f"values: expected the {n} parameters of the model, got {{}} values; missing: {{}}; unknown: {{}}; give one"
+    with pytest.raises(ValueError, match=got.format(n - 1, name, "none")):
         trainer.set_parameters({k: v for k, v in values.items() if k != name})
+    others = {f"other.{i}": np.zeros(1) for i in range(10)}
+    eight = ", ".join(sorted(others)[:8])
+    with pytest.raises(ValueError, match=got.format(n + 10, "none", f"{eight} and 2 more")):
+        trainer.set_parameters({**values, **others})
     with pytest.raises(ValueError, match=rf"values\['{name}'\]: expected shape .* got \(3,\)"):
         trainer.set_parameters({**{k: v + 1 for k, v in values.items()}, name: np.zeros(3)})
     for k, p in trainer.parameters().items():

@@ -2,11 +2,11 @@
 
 An operation takes as long as its products or as its reads and writes, whichever is longer. With ``impl="triton"``, an
 operation that kernels run takes as long as their launches (diptych.planner.memory.kernel_work), each of which may also
-be limited by its instructions. The times of a stage's F, I
-and W are sums over its operations; I includes everything that is recomputed. The pipeline's schedule is then simulated
-with these times. Exchanges between context ranks are assumed not to overlap with computation and add to F and I. With
-the pipelined exchange, each context rank is one layer behind the rank before it (diptych.plans.schedule.wavefront).
-After the last backward come the sum of gradients over the ranks of one stage, and the optimizer's update.
+be limited by its instructions. The times of a stage's F, I and W are sums over its operations; I includes everything
+that is recomputed. The pipeline's schedule is then simulated with these times. Exchanges between context ranks are
+assumed not to overlap with computation and add to F and I. With the pipelined exchange, each context rank is one layer
+behind the rank before it (diptych.plans.schedule.wavefront). After the last backward come the sum of gradients over the
+ranks of one stage, and the optimizer's update.
 
 Saved values of a layer that move to the host are copied during the forward of the next layer, and come back during the
 backward of that next layer. F and I wait for the rest of each copy.

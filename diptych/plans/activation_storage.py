@@ -1,11 +1,11 @@
-"""Values saved for backward in 8 bits, in NumPy; both backends read the same numbers.
+"""Values saved for backward in 8 bits, in NumPy; both backends read the same elements.
 
 With ``activation_storage="fp8"``, a layer saves the inputs of its linear maps and of its activation function in 8 bits,
 and backward reads them: the gradient of a weight is g^T Q(x), and that of an activation function f is g f'(Q(x)), where
 
     Q(x) = dequantize(quantize(x)),    e4m3, blocks of 1 x 128 channels, scales that are powers of two.
 
-Forward is exact. A value takes a byte for each entry and one for each block: the exponent of its scale. If recompute
+Forward is exact. A value takes a byte for each element and one for each block: the exponent of its scale. If recompute
 drops x, nothing is saved, and backward reads Q(x) all the same.
 
 Saved as they are: inputs of a map that another operation of the same layer saves anyway (the output of softmax
@@ -71,18 +71,18 @@ def dropped_values(config: TransformerConfig, block: RecomputeBlock) -> frozense
     if all(config.layer(number).storage is None for number in block.layers):
         return dropped
     replaced = {"input_layernorm", "pre_mlp_layernorm", "activation"}
-    if "activation" in dropped and "fc1" not in dropped:  # is computed again from the exact input
+    if "activation" in dropped and "fc1" not in dropped:  # is recomputed from the exact input
         return dropped | replaced | {ACTIVATION_INPUT}
     return dropped | replaced | {"fc1"}
 
 
 def packed_width(width: int) -> int:
-    """Return the bytes of a row of ``width`` entries in 8 bits, with the exponents of its scales."""
+    """Return the bytes of a row of ``width`` elements in 8 bits, with the exponents of its scales."""
     return width + -(-width // BLOCK)
 
 
 def pack(x: np.ndarray) -> np.ndarray:
-    """Return an array in 8 bits: the entries of a row, then the exponents of its scales.
+    """Return an array in 8 bits: the elements of a row, then the exponents of its scales.
 
     Args:
         x: floating-point array. [..., K]
@@ -102,7 +102,7 @@ def unpack(packed: np.ndarray, width: int) -> np.ndarray:
 
     Args:
         packed: array that pack has returned. [..., packed_width(width)] uint8
-        width: entries of a row.
+        width: elements of a row.
 
     Returns:
         [..., width] float32

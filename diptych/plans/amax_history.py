@@ -1,13 +1,13 @@
-"""Delayed scaling of FP8: the largest entries of earlier optimizer steps, from which both backends take scales.
+"""Delayed scaling of FP8: the largest elements of earlier optimizer steps, from which both backends take scales.
 
 A linear map has a history of its inputs, its weight and the gradients of its outputs. The history of an array has a
-number for each exponent of a float32: for how many more optimizer steps an array whose largest entry had this exponent
-is remembered. So
+number for each exponent of a float32: for how many more optimizer steps an array whose largest element had this
+exponent is remembered. So
 
     amax < 2^(e + 1),    e = largest remembered exponent,
     scale = 2^(floor(log2(largest)) - 1 - e)
 
-where ``largest`` is the largest number of the 8-bit type, and 1 is the scale while no exponent is remembered. Entries
+where ``largest`` is the largest number of the 8-bit type, and 1 is the scale while no exponent is remembered. Elements
 up to 1.75 times the largest remembered one, at least, are not clipped.
 
 The history is a parameter of the linear map that no optimizer updates. Its gradient is 1 at each exponent that the
@@ -23,9 +23,9 @@ Gradients are remembered as those of the mean loss of a step, whatever the numbe
 after backward, or the number of tokens that they are divided by: what backward observes is divided by this factor, and
 so are the scales of gradients.
 
-A history with a negative entry, or one that is not finite, gives scales NaN: an optimizer has updated it as a weight.
+A history with a negative element, or one that is not finite, gives scales NaN: an optimizer has updated it as a weight.
 
-Reference: Micikevicius et al., arXiv 2209.05433, section 3.2, for scales from earlier steps. That the largest entries
+Reference: Micikevicius et al., arXiv 2209.05433, section 3.2, for scales from earlier steps. That the largest elements
 are known by their exponents, so that a maximum becomes a sum, is this project's choice.
 """
 
@@ -66,9 +66,9 @@ def is_history(shape: tuple[int, ...]) -> bool:
 
 
 def observed(exponents: Any, places: Any, xp: Any = np) -> Any:
-    """Return 1 at the exponents of the largest entries of a map's arrays, and else 0, as floating-point array of SHAPE.
+    """Return 1 at the exponents of the largest elements of a map's arrays, else 0, as floating-point array of SHAPE.
 
-    An array of zeros (or numbers below 2^-126), or with an entry that is not finite, has no exponent.
+    An array of zeros (or numbers below 2^-126), or with an element that is not finite, has no exponent.
 
     Args:
         exponents: bits of the exponents of inputs, weight and gradients. [3] integer
@@ -84,7 +84,7 @@ def advanced(history: Any, gradient: Any, length: int, xp: Any = np) -> Any:
     """Return the history after an optimizer step.
 
     Args:
-        history: history before the step, or a part of its entries.
+        history: history before the step, or a part of its elements.
         gradient: what the step has observed, of the same shape; 0: not observed.
         length: steps that are remembered.
         xp: numpy, jax.numpy or torch.
@@ -109,7 +109,7 @@ def scales(history: np.ndarray, recipe: ProductRecipe, factor: int = 1) -> np.nd
 
 
 def is_valid(history: Any) -> Any:
-    """Return True if no entry of a history is negative, infinite or NaN."""
+    """Return True if no element of a history is negative, infinite or NaN."""
     return ((history >= 0) & (history < float("inf"))).all()
 
 

@@ -4,9 +4,9 @@ A checkpoint is a safetensors file ``step_00000100.safetensors`` with the arrays
 
     model.<name>, first_moment.<name>, second_moment.<name>      <name>: canonical parameter name
 
-and, in its header, one JSON record: format version, step, settings of model, training and data, and a
-checksum over arrays and record. No other training position is stored, because batches, dropout masks and the learning
-rate depend on the step only. Any safetensors reader can read the weights.
+and, in its header, one JSON record: format version, step, settings of model, training and data, and a checksum over
+arrays and record. No other training position is stored, because batches, dropout masks and the learning rate depend on
+the step only. Any safetensors reader can read the weights.
 
 A file with weights alone (write_weights) has the first kind of arrays, and the record of the model. A run begins with
 them (``diptych train --init``).
@@ -470,7 +470,10 @@ def check_settings(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
         if recorded[part].get(field) != values.get(field)
     ]
     if differing:
-        raise CheckpointError(f"checkpoint: expected the settings of its run, got others: {'; '.join(differing)}")
+        raise CheckpointError(
+            f"checkpoint: expected the settings of its run, got others: {'; '.join(differing)}; give those of the "
+            "checkpoint, or begin a run with its weights by --init"
+        )
 
 
 def check_model(checkpoint: Checkpoint, model: TransformerConfig) -> None:
@@ -483,7 +486,8 @@ def check_model(checkpoint: Checkpoint, model: TransformerConfig) -> None:
     for name, value in asdict(model).items():
         if defines_model(name) and getattr(recorded, name) != value:
             raise CheckpointError(
-                f"checkpoint: expected the model of its weights, with {name} {getattr(recorded, name)!r}, got {value!r}"
+                f"checkpoint: expected the model of its weights, with {name} {getattr(recorded, name)!r}, got "
+                f"{value!r}; give {name} of the checkpoint"
             )
 
 

@@ -32,7 +32,7 @@ Recipe = Literal["current", "delayed", "blockwise"]
 EXPONENT_BITS = 0x7F800000
 """The bits of a float32 that hold its exponent."""
 BLOCK = 128
-"""Entries of a block along one axis."""
+"""Elements of a block along one axis."""
 OF_RECIPE: dict[str, tuple[tuple[int, int] | None, tuple[int, int] | None]] = {
     "current": (None, None),
     "delayed": (None, None),
@@ -166,7 +166,7 @@ def quantize(
 
     Returns:
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
-        float32. An entry that is not finite is NaN, and so are all others with the same scale.
+        float32. An element that is not finite becomes NaN, and so do all other elements with the same scale.
     """
     wide = x.astype(np.float32)
     if quantization.delayed:
@@ -185,9 +185,9 @@ def quantize(
 
 
 def dequantize(values: np.ndarray, inverse: np.ndarray, quantization: Quantization) -> np.ndarray:
-    """Return the numbers [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them.
+    """Return the elements [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them.
 
-    Near the largest float32, an entry that was rounded up is infinite.
+    Near the largest float32, an element that was rounded up is infinite.
     """
     with np.errstate(over="ignore"):
         return values.astype(np.float32) * spread(inverse, values.shape, quantization)
@@ -202,7 +202,7 @@ def blocks_of(shape: tuple[int, ...], quantization: Quantization) -> tuple[int, 
 
 
 def spread(scale: np.ndarray, shape: tuple[int, ...], quantization: Quantization) -> np.ndarray:
-    """Repeat the scale of each block for its entries. [N, K], or [1, 1] for one scale."""
+    """Repeat the scale of each block for its elements. [N, K], or [1, 1] for one scale."""
     if quantization.block is None:
         return scale
     rows, columns = quantization.block

@@ -26,7 +26,7 @@ def select(argument: str, patterns: Sequence[str], names: Sequence[str]) -> list
 
     Raises:
         TypeError: patterns is a text or a mapping, or an entry is no text.
-        ValueError: there is no pattern, one matches nothing, or a match lies inside of another.
+        ValueError: there is no pattern, one matches nothing, or a match is inside another.
     """
     if isinstance(patterns, str | Mapping) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{argument}: expected a list of patterns, got {patterns!r}")
@@ -68,9 +68,9 @@ def select_within(
 
     Raises:
         TypeError: patterns is no mapping from texts to lists of texts.
-        ValueError: a pattern matches nothing in all its blocks, nothing matches in one of them, or a match lies inside
-            of another. Blocks without submodules, which a pipeline stage has in place of others' blocks, are left out
-            if another block of the same pattern has some.
+        ValueError: a pattern matches nothing in all its blocks, nothing matches in one of them, or a match is inside
+            another. Blocks without submodules, which a pipeline stage has in place of others' blocks, are left out if
+            another block of the same pattern has some.
     """
     if not isinstance(patterns, Mapping):
         raise TypeError(

@@ -1,9 +1,9 @@
 """Files in the safetensors format, read and written one tensor at a time.
 
 A file has the length of its header in 8 bytes, the header in JSON, ``{name: {"dtype", "shape", "data_offsets"}}``, and
-the tensors' bytes.
-The package safetensors encodes a whole file in memory; here, a file of any size takes the memory of one tensor. NumPy
-has no bfloat16: such tensors become float32, exactly, and float32 is rounded to the nearest, ties to even.
+the tensors' bytes. The package safetensors encodes a whole file in memory; here, a file of any size takes the memory of
+one tensor. NumPy has no bfloat16: such tensors become float32, exactly, and float32 is rounded to the nearest, ties to
+even.
 
 Reference: https://github.com/huggingface/safetensors#format
 """

@@ -27,8 +27,11 @@ def exchange_states(
 
     Returns:
         S; 0 on the first rank, or with reverse on the last. [HV, K, V]
+
+    Raises:
+        ValueError: the context has cp_exchange "pipelined".
     """
-    return exchange_over(transition, state, ranks_of(context), reach_of(context), reverse)
+    return exchange_over(transition, state, static_context(context), reach_of(context), reverse)
 
 
 class Reach(NamedTuple):
@@ -50,7 +53,7 @@ def reach_of(context: FLACPContext) -> Reach:
     return Reach(*(jnp.asarray(x) for x in (context.reach(), context.reach(reverse=True), context.goes_through)))
 
 
-class Ranks(NamedTuple):
+class StaticContext(NamedTuple):
     """The static part of FLACPContext."""
 
     group: str
@@ -62,9 +65,9 @@ class Ranks(NamedTuple):
     transition_rank: int | None = None
 
 
-def ranks_of(context: FLACPContext) -> Ranks:
+def static_context(context: FLACPContext) -> StaticContext:
     """Return the static part of a context."""
-    return Ranks(
+    return StaticContext(
         group=context.group,
         size=context.size,
         exchange=context.cp_exchange,
@@ -76,29 +79,29 @@ def ranks_of(context: FLACPContext) -> Ranks:
 
 
 def exchange_over(
-    transition: Array | LowRank, state: Array, ranks: Ranks, reach: Reach, reverse: bool = False
+    transition: Array | LowRank, state: Array, context: StaticContext, reach: Reach, reverse: bool = False
 ) -> Array:
-    """Run exchange_states without a context; with all_gather the transition may be a LowRank."""
-    check_joint_exchange(ranks.exchange)
-    if ranks.size == 1:
+    """Run exchange_states from the static part of a context; with all_gather the transition may be a LowRank."""
+    check_joint_exchange(context.exchange)
+    if context.size == 1:
         return jnp.zeros_like(state)
-    rank = lax.axis_index(ranks.group)
-    run = {"all_gather": _all_gather, "ring": _ring, "scan": _prefix_scan}[ranks.exchange]
-    return run(transition, state, ranks, reach, ranks.size - 1 - rank if reverse else rank, reverse)
+    rank = lax.axis_index(context.group)
+    run = {"all_gather": _all_gather, "ring": _ring, "scan": _prefix_scan}[context.exchange]
+    return run(transition, state, context, reach, context.size - 1 - rank if reverse else rank, reverse)
 
 
 def _all_gather(
-    transition: Array | LowRank, state: Array, ranks: Ranks, reach: Reach, position: Array, reverse: bool
+    transition: Array | LowRank, state: Array, context: StaticContext, reach: Reach, position: Array, reverse: bool
 ) -> Array:
     """Gather the maps of all ranks, and compose those before this rank."""
     is_narrow = isinstance(transition, LowRank)
-    packed = _gather(jnp.concatenate([state, transition.packed() if is_narrow else transition], axis=-1), ranks)
+    packed = _gather(jnp.concatenate([state, transition.packed() if is_narrow else transition], axis=-1), context)
     if reverse:
         packed = packed[::-1]
     initial = jnp.zeros_like(state)
     width = state.shape[-1]
     first = position - (reach.after if reverse else reach.before)
-    for index in range(ranks.size - 1):
+    for index in range(context.size - 1):
         own = packed[index, ..., :width]
         map_ = packed[index, ..., width:]
         after = (LowRank.unpacked(map_).times(initial) if is_narrow else map_ @ initial) + own
@@ -107,22 +110,26 @@ def _all_gather(
     return initial
 
 
-def _ring(transition: Array, state: Array, ranks: Ranks, reach: Reach, position: Array, reverse: bool) -> Array:
+def _ring(
+    transition: Array, state: Array, context: StaticContext, reach: Reach, position: Array, reverse: bool
+) -> Array:
     """Receive the initial state from the previous rank, and send M S + H to the next rank, one rank after another."""
     initial = jnp.zeros_like(state)
-    for sender in range(ranks.size - 1):
+    for sender in range(context.size - 1):
         after = jnp.where(reach.goes_through, transition @ initial + state, state)
-        received = permute(after, ranks, _pairs([(sender, sender + 1)], ranks.size, reverse))
+        received = permute(after, context, _pairs([(sender, sender + 1)], context.size, reverse))
         initial = jnp.where(position == sender + 1, received, initial)
     return initial
 
 
-def _prefix_scan(transition: Array, state: Array, ranks: Ranks, reach: Reach, position: Array, reverse: bool) -> Array:
+def _prefix_scan(
+    transition: Array, state: Array, context: StaticContext, reach: Reach, position: Array, reverse: bool
+) -> Array:
     """Compose the maps in about log2(size) steps; the distance between sender and receiver doubles (Hillis-Steele)."""
-    for index, step in enumerate(scan_steps(ranks.size)):
-        pairs = _pairs(step.pairs(ranks.size), ranks.size, reverse)
-        received = permute(state, ranks, pairs)
-        composed = received if step.is_last else permute(transition, ranks, pairs)
+    for index, step in enumerate(scan_steps(context.size)):
+        pairs = _pairs(step.pairs(context.size), context.size, reverse)
+        received = permute(state, context, pairs)
+        composed = received if step.is_last else permute(transition, context, pairs)
         if index == 0:  # each rank sends its own map to the next rank; the first rank receives zeros
             state = received
             transition = composed
@@ -145,57 +152,59 @@ def sum_over_ranks(x: Array, context: FLACPContext) -> Array:
     return lax.all_gather(x, context.group).sum(0).astype(x.dtype)
 
 
-def permute(x: Array, ranks: Ranks, pairs: list[tuple[int, int]]) -> Array:
+def permute(x: Array, context: StaticContext, pairs: list[tuple[int, int]]) -> Array:
     """Return the array of the sender, or 0 on a rank without one.
 
     Args:
         x: array of this rank.
-        ranks: static part of the context.
+        context: static part of the context.
         pairs: senders and receivers.
     """
-    if not ranks.by_groups:
-        return lax.ppermute(_on_wire(x, ranks), ranks.group, pairs).astype(x.dtype)
-    senders = np.full(ranks.size, -1)
+    if not context.by_groups:
+        return lax.ppermute(_on_wire(x, context), context.group, pairs).astype(x.dtype)
+    senders = np.full(context.size, -1)
     senders[[receiver for _, receiver in pairs]] = [sender for sender, _ in pairs]
-    sender = jnp.asarray(senders)[lax.axis_index(ranks.group)]
-    return jnp.where(sender < 0, 0, _gather(x, ranks)[sender])
+    sender = jnp.asarray(senders)[lax.axis_index(context.group)]
+    return jnp.where(sender < 0, 0, _gather(x, context)[sender])
 
 
-def _gather(x: Array, ranks: Ranks) -> Array:
+def _gather(x: Array, context: StaticContext) -> Array:
     """Gather the arrays of all ranks on every rank."""
-    return lax.all_gather(_on_wire(x, ranks), ranks.group).astype(x.dtype)
+    return lax.all_gather(_on_wire(x, context), context.group).astype(x.dtype)
 
 
-def _on_wire(x: Array, ranks: Ranks) -> Array:
+def _on_wire(x: Array, context: StaticContext) -> Array:
     """Convert an array to the type in which it is sent."""
-    return x if ranks.wire_dtype is None else x.astype(ranks.wire_dtype)
+    return x if context.wire_dtype is None else x.astype(context.wire_dtype)
 
 
-def run_exchange(transition: Array, state: Array, log_decay: Array | None, ranks: Ranks, reach: Reach) -> Array:
+def run_exchange(
+    transition: Array, state: Array, log_decay: Array | None, context: StaticContext, reach: Reach
+) -> Array:
     """Run exchange_states, or the approximation that the context selects.
 
     Args:
         transition: M. [HV, K, K]
         state: H. [HV, K, V]
         log_decay: sum of the log decays of the part, for cp_transition_rank. [HV, K] or [HV, 1]
-        ranks: static part of the context.
+        context: static part of the context.
         reach: reach of this rank's state.
     """
-    if ranks.truncate_ranks is None or ranks.size == 1:
-        return _exchanged(transition, state, log_decay, reach, ranks)
-    pairs = [(rank, rank + 1) for rank in range(ranks.size - 1)]
-    rounds = min(ranks.truncate_ranks, ranks.size - 1)
-    return state_of_nearest(transition, state, reach.goes_through, rounds, lambda x: permute(x, ranks, pairs))
+    if context.truncate_ranks is None or context.size == 1:
+        return _exchanged(transition, state, log_decay, reach, context)
+    pairs = [(rank, rank + 1) for rank in range(context.size - 1)]
+    rounds = min(context.truncate_ranks, context.size - 1)
+    return state_of_nearest(transition, state, reach.goes_through, rounds, lambda x: permute(x, context, pairs))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _exchanged(transition: Array, state: Array, log_decay: Array | None, reach: Reach, ranks: Ranks) -> Array:
+def _exchanged(transition: Array, state: Array, log_decay: Array | None, reach: Reach, context: StaticContext) -> Array:
     """Exchange states, with their gradients.
 
     The gradient of a rank's H is exchange_states in reverse, with M^T for M and the gradient of S for H. The gradient
     of its M is the gradient of H times S^T.
     """
-    return _exchanged_forward(transition, state, log_decay, reach, ranks)[0]
+    return _exchanged_forward(transition, state, log_decay, reach, context)[0]
 
 
 Saved = tuple[Array | LowRank, Array, Array | None, Reach]
@@ -203,20 +212,22 @@ Saved = tuple[Array | LowRank, Array, Array | None, Reach]
 
 
 def _exchanged_forward(
-    transition: Array, state: Array, log_decay: Array | None, reach: Reach, ranks: Ranks
+    transition: Array, state: Array, log_decay: Array | None, reach: Reach, context: StaticContext
 ) -> tuple[Array, Saved]:
     """Exchange states, and save what the gradients need."""
     sent: Array | LowRank = transition
-    if ranks.transition_rank is not None and log_decay is not None:
-        sent = low_rank(transition, log_decay, ranks.transition_rank)
-    initial = exchange_over(sent, state, ranks, reach, reverse=False)
+    if context.transition_rank is not None and log_decay is not None:
+        sent = low_rank(transition, log_decay, context.transition_rank)
+    initial = exchange_over(sent, state, context, reach, reverse=False)
     return initial, (sent, initial, log_decay, reach)
 
 
-def _exchanged_backward(ranks: Ranks, saved: Saved, d_initial: Array) -> tuple[Array, Array, Array | None, None]:
+def _exchanged_backward(
+    context: StaticContext, saved: Saved, d_initial: Array
+) -> tuple[Array, Array, Array | None, None]:
     """Exchange gradients in reverse; see _exchanged."""
     sent, initial, log_decay, reach = saved
-    d_state = exchange_over(sent.mT, d_initial, ranks, reach, reverse=True)
+    d_state = exchange_over(sent.mT, d_initial, context, reach, reverse=True)
     return d_state @ initial.mT, d_state, None if log_decay is None else jnp.zeros_like(log_decay), None
 
 

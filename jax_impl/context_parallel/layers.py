@@ -6,7 +6,7 @@ from jaxtyping import Float
 
 from diptych.plans.context.sequences import FLACPContext, check_part, check_taps, halo_sizes
 from jax_impl.carry import relay
-from jax_impl.context_parallel.exchange import permute, ranks_of
+from jax_impl.context_parallel.exchange import permute, static_context
 from jax_impl.context_parallel.wavefront import is_pipelined
 from jax_impl.context_parallel.zigzag import zigzag_attention
 from jax_impl.ops import masked_attention, short_convolution
@@ -21,6 +21,9 @@ def cp_short_convolution(
         x: inputs of the part. [1, T, C]
         weight: coefficients of each channel; the last is that of the token itself. [C, W]
         context: context of the rank.
+
+    Returns:
+        Outputs of the part. [1, T, C]
 
     Raises:
         ValueError: x or weight does not fit the context; nothing is sent.
@@ -53,6 +56,9 @@ def cp_attention(
         context: context of the rank.
         fused: see ops.masked_attention.
 
+    Returns:
+        Outputs of the part. [1, T, H, e]
+
     Raises:
         ValueError: an argument does not fit the context; nothing is sent.
     """
@@ -72,10 +78,10 @@ def cp_attention(
 def _halo(x: Array, taps: int, context: FLACPContext) -> list[Array]:
     """Return the tokens before the part that a convolution reads, by sending rank, the farthest rank first."""
     halo = []
-    ranks = ranks_of(context)._replace(wire_dtype=None)
+    static = static_context(context)._replace(wire_dtype=None)
     for distance, size in enumerate(halo_sizes(x.shape[1], taps), 1):
         pairs = [(rank, rank + distance) for rank in range(context.size - distance)]
-        halo.insert(0, permute(x[:, x.shape[1] - size :], ranks, pairs))
+        halo.insert(0, permute(x[:, x.shape[1] - size :], static, pairs))
     return halo
 
 

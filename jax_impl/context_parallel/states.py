@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from diptych.plans.context.sequences import FLACPContext
 from jax_impl.carry import relay
-from jax_impl.context_parallel.exchange import StateExchange, ranks_of, reach_of, run_exchange
+from jax_impl.context_parallel.exchange import StateExchange, reach_of, run_exchange, static_context
 
 
 def with_transition_columns(initial_state: Array | None, context: FLACPContext, like: Array) -> Array:
@@ -94,7 +94,7 @@ def complete(
     transitions = finals[..., value:]
     transition = jnp.where(context.goes_through, transitions[0], 0)
     state = jnp.where(sends, states[last], 0)
-    received = run_exchange(transition, state, log_decay, ranks_of(context), reach_of(context))
+    received = run_exchange(transition, state, log_decay, static_context(context), reach_of(context))
     if transition_output is not None:
         tokens = transition_output.shape[1]
         # Other sequences do not depend on the received state. It may not be finite, so 0 is selected, not multiplied.

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.context.zigzag import block_pairs, half_begin, half_lengths, half_moves
 from diptych_kernels.mesh_axes import match_varying_axes
-from jax_impl.context_parallel.exchange import permute, ranks_of
+from jax_impl.context_parallel.exchange import permute, static_context
 from jax_impl.ops import at_least_float32
 
 
@@ -37,6 +37,9 @@ def zigzag_attention(
         v: values of all ranks. [1, R T, G, e]
         context: context of the rank.
         fused: without effect, because scores are never saved.
+
+    Returns:
+        Outputs of the part. [1, T, H, e]
     """
     length = q.shape[1]
     first, second = half_lengths(q.shape[1])
@@ -54,7 +57,7 @@ def zigzag_attention(
 
 def _move(half: Array, context: FLACPContext, index: int, back: bool) -> Array:
     """Move the first (index 0) or second (1) halves of all parts to the ranks that compute them, or back."""
-    return permute(half, ranks_of(context)._replace(wire_dtype=None), half_moves(context.size, index, back))
+    return permute(half, static_context(context)._replace(wire_dtype=None), half_moves(context.size, index, back))
 
 
 class _Block(NamedTuple):

@@ -84,7 +84,8 @@ def chunk_kda(
         scale: scale of the queries; None: K ** -0.5.
         initial_state: state before each sequence; None: zeros. [N, HV, K, V] float32 (float64 for float64)
         output_final_state: return the final states.
-        cu_seqlens: offsets of the sequences packed in B = 1, and T; sequences may be empty. [N + 1] int32
+        cu_seqlens: offsets of the sequences packed in B = 1, and T; sequences may be empty. Traced offsets are not
+            checked, and may cost chunks of padding. [N + 1] int32
         use_qk_l2norm_in_kernel: apply l2norm to q and k.
         A_log: see kda_gate. [HV]
         dt_bias: see kda_gate. [HV * K]
@@ -93,7 +94,8 @@ def chunk_kda(
         lower_bound: see kda_gate.
         chunk_size: tokens per chunk, a power of two.
         cp_context: from build_cp_context; this rank then computes its part of the sequences, each with its initial
-            state on its first rank and its final state on its last (0 elsewhere). Every rank has to call backward.
+            state on its first rank and its final state on its last (0 elsewhere). Every rank has to compute the
+            gradient if one does.
         disable_recompute: save intermediate values for backward instead of recomputing them.
         impl: see diptych.plans.model.implementation.
 
@@ -101,9 +103,10 @@ def chunk_kda(
         Outputs [B, T, HV, V] in the type of v, and the final states, like initial_state, or None.
 
     Raises:
-        ValueError: arguments do not fit together, or a keyword is unknown.
+        ValueError: arguments do not fit together.
+        UnknownArgumentError: a keyword is unknown.
 
-    Reference: Kimi Team, arXiv 2510.26692, section 3. Traced offsets are not checked, and may cost chunks of padding.
+    Reference: Kimi Team, arXiv 2510.26692, section 3.
     """
     gate = (use_gate_in_kernel, safe_gate, lower_bound)
     options = DeltaRuleOptions(True, scale, chunk_size, use_qk_l2norm_in_kernel, *gate)

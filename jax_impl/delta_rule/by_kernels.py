@@ -11,7 +11,7 @@ from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.delta_rule import ChunkTables, DeltaRuleOptions, chunk_tables, most_chunks
 from diptych.plans.model.implementation import kernel_chunk_size
 from diptych_kernels.delta_rule.autodiff_rules import BoundarySequences
-from jax_impl.context_parallel.exchange import Ranks, Reach, exchange_over, ranks_of, reach_of
+from jax_impl.context_parallel.exchange import Reach, StaticContext, exchange_over, reach_of, static_context
 from jax_impl.delta_rule.chunked import Arguments
 from jax_impl.delta_rule.gates import apply_norm_and_gate
 
@@ -36,7 +36,7 @@ def chunked_by_kernels(
     scale = options.scale_of(q.shape[-1])
     call: list[Any] = [q, k, v, g, beta, initial_state, tables, size, scale, recompute]
     if context is not None:
-        ranks = KernelRanks(ranks_of(context), v.shape[-1])
+        ranks = KernelRanks(static_context(context), v.shape[-1])
         call += [ranks, _boundary_sequences(context, initial_state, tables.sequences, k, v)]
     return kernels.delta_rule(*call)
 
@@ -65,47 +65,66 @@ def _boundary_sequences(
         jnp.where(context.is_first_rank, 0, sequences[0]),
         jnp.where(context.is_last_rank, 0, sequences[last]),
     ]
-    roles = [~context.is_first_rank, ~context.is_last_rank, last, *reach_of(context)]
+    roles = _Roles(~context.is_first_rank, ~context.is_last_rank, jnp.asarray(last), *reach_of(context))
     roles = jnp.stack([jnp.asarray(role).astype(jnp.int32) for role in roles])
     return BoundarySequences(state[None], jnp.stack(boundaries), roles)
 
 
-class KernelRanks(NamedTuple):
-    """The exchange between ranks; see diptych_kernels.delta_rule.autodiff_rules.Ranks.
+class _Roles(NamedTuple):
+    """Where the boundary sequences of a rank begin and end; the kernels' backend passes it as one array [6] int32."""
 
-    ``roles`` [6] int32 holds: 1 if the first sequence begins on an earlier rank, 1 if the last sequence continues on a
-    later rank, the index of the last sequence, and the three fields of Reach.
+    begins_earlier: Array
+    """1 if the first sequence begins on an earlier rank. []"""
+    ends_later: Array
+    """1 if the last sequence continues on a later rank. []"""
+    last: Array
+    """Index of the last sequence. []"""
+    before: Array
+    """See Reach, as for the fields below. []"""
+    after: Array
+    goes_through: Array
+
+    @property
+    def reach(self) -> Reach:
+        """The reach of the rank."""
+        return Reach(self.before, self.after, self.goes_through > 0)
+
+
+class KernelRanks(NamedTuple):
+    """The exchange between ranks; see diptych_kernels.delta_rule.autodiff_rules.StateExchange.
+
+    ``roles`` [6] int32 holds the fields of _Roles.
     """
 
-    ranks: Ranks
+    context: StaticContext
     value: int
     """Width V of the values."""
 
     def exchange_forward(self, maps: Array, roles: Array) -> Array:
-        """Return the initial state of this rank's first sequence; see Ranks.exchange_forward."""
-        return exchange_over(*self._sent_map(maps, roles), self.ranks, _reach(roles))
+        """Return the initial state of this rank's first sequence; see StateExchange.exchange_forward."""
+        named = _Roles(*roles)
+        return exchange_over(*self._sent_map(maps, named), self.context, named.reach)
 
     def exchange_backward(self, maps: Array, d_received: Array, roles: Array) -> Array:
-        """Return the gradient of the final state of this rank's last sequence; see Ranks.exchange_backward."""
-        transition, _ = self._sent_map(maps, roles)
-        d_received = jnp.where(roles[0] > 0, d_received, 0)
-        return exchange_over(transition.mT, d_received, self.ranks, _reach(roles), reverse=True)
+        """Return the gradient of the final state of this rank's last sequence; see StateExchange.exchange_backward."""
+        named = _Roles(*roles)
+        transition, _ = self._sent_map(maps, named)
+        d_received = jnp.where(named.begins_earlier > 0, d_received, 0)
+        return exchange_over(transition.mT, d_received, self.context, named.reach, reverse=True)
 
     def with_first(self, states: Array, first: Array | None, roles: Array) -> Array:
         """Replace the first state by ``first`` (None: 0) if its sequence starts on another rank."""
-        return states.at[0].set(jnp.where(roles[0] > 0, 0 if first is None else first, states[0]))
+        named = _Roles(*roles)
+        return states.at[0].set(jnp.where(named.begins_earlier > 0, 0 if first is None else first, states[0]))
 
     def with_last(self, states: Array, last: Array | None, roles: Array) -> Array:
         """Replace the last state by ``last`` (None: 0) if its sequence continues on another rank."""
-        return states.at[roles[2]].set(jnp.where(roles[1] > 0, 0 if last is None else last, states[roles[2]]))
+        named = _Roles(*roles)
+        new = jnp.where(named.ends_later > 0, 0 if last is None else last, states[named.last])
+        return states.at[named.last].set(new)
 
-    def _sent_map(self, maps: Array, roles: Array) -> tuple[Array, Array]:
+    def _sent_map(self, maps: Array, roles: _Roles) -> tuple[Array, Array]:
         """Return M and H that this rank sends, with zeros for the parts that it does not send."""
         state = maps[0, ..., : self.value]
         transition = maps[0, ..., self.value :]
-        return jnp.where(_reach(roles).goes_through, transition, 0), jnp.where(roles[1] > 0, state, 0)
-
-
-def _reach(roles: Array) -> Reach:
-    """Return the Reach that the roles contain."""
-    return Reach(roles[3], roles[4], roles[5] > 0)
+        return jnp.where(roles.reach.goes_through, transition, 0), jnp.where(roles.ends_later > 0, state, 0)

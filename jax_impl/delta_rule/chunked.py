@@ -49,14 +49,14 @@ class Layout(NamedTuple):
 
     Args:
         options: options of the call.
-        segments: number of segments.
+        num_segments: number of segments.
         is_dense: all slots are filled in token order, so tokens need no gather.
         num_transition_columns: see the docstring of this file.
         sequences: number of sequences.
     """
 
     options: DeltaRuleOptions
-    segments: int
+    num_segments: int
     is_dense: bool
     num_transition_columns: int
     sequences: int
@@ -85,7 +85,7 @@ def chunked(
     step = max(1, SEGMENT_SIZE // options.chunk_size)
     chunks = most_chunks(length, sequences, size) if is_traced else int(np.sum(-(-np.diff(cu_seqlens) // size)))
     segments = -(-chunks // step) if recompute else 1
-    chunks = segments * -(-chunks // segments)
+    chunks = segments * -(-chunks // segments)  # lax.scan runs segments of equal size
     if not is_traced:
         cu_seqlens = np.asarray(cu_seqlens)
     chunking = cut_into_chunks(cu_seqlens, length, size, chunks, jnp if is_traced else np)
@@ -110,7 +110,7 @@ def _split(layout: Layout, x: Array, chunking: Chunking) -> Array:
     """Reshape tokens [B, T, ...] to [segments, B, slots of a segment, ...], with zeros in empty slots."""
     if not layout.is_dense:
         x = jnp.where(chunking.filled.reshape(-1, *[1] * (x.ndim - 2)), x[:, chunking.token], 0)
-    return jnp.moveaxis(x.reshape(len(x), layout.segments, -1, *x.shape[2:]), 1, 0)
+    return jnp.moveaxis(x.reshape(len(x), layout.num_segments, -1, *x.shape[2:]), 1, 0)
 
 
 def _split_all(layout: Layout, arguments: Arguments, chunking: Chunking) -> list[Array]:
@@ -145,13 +145,19 @@ def _terms(layout: Layout, arguments: Arguments, filled: Array) -> ChunkTerms:
 
 def _by_segment(layout: Layout, chunking: Chunking) -> tuple[Sequences, Array]:
     """Return the sequences of chunks and the filled slots, by segment."""
-    return jax.tree.map(lambda x: x.reshape(layout.segments, -1), (sequences_of(chunking.sequence), chunking.filled))
+    return jax.tree.map(
+        lambda x: x.reshape(layout.num_segments, -1), (sequences_of(chunking.sequence), chunking.filled)
+    )
 
 
 def _initial_states(sequences: int, initial: Array | None, shape: tuple[int, ...], like: Sequence[Any]) -> States:
-    """Return the carry before the first chunk; shape is [R, K, V], that of one state."""
+    """Return the carry before the first chunk; shape is [R, K, V], that of one state.
+
+    ``like`` are arrays from which the states are computed: the carry has their type and varies over their mesh axes.
+    """
     dtype = jnp.promote_types(like[0].dtype, jnp.float32)
     current = jnp.zeros(shape, dtype)
+    # A sequence without tokens never writes its final state, which is then its initial state.
     finals = jnp.zeros((sequences, *shape), dtype) if initial is None else initial
     return States(*match_varying_axes((current, finals, *like))[:2])
 
@@ -172,7 +178,7 @@ def _scan(layout: Layout, segment: Callable, carry: Any, inputs: Any, reverse: b
         return jax.lax.scan(segment, carry, inputs, reverse=reverse)
     rest = jax.tree.map(lambda x: x[:-1], inputs)
     last = jax.tree.map(lambda x: x[-1], inputs)
-    if layout.segments == 1:
+    if layout.num_segments == 1:
         carry, last_output = segment(carry, last)
         return carry, jax.tree.map(lambda x: x[None], last_output)
     if reverse:
@@ -224,7 +230,7 @@ def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, A
         d_tokens, d_gate_of_segment = d_arguments.split()
         return (d_states, jax.tree.map(jnp.add, d_gate, d_gate_of_segment)), d_tokens
 
-    tokens, join = jax.vjp(lambda x: _split_all(layout, x, chunking), arguments)  # join transposes the split
+    tokens, pull_back_split = jax.vjp(lambda x: _split_all(layout, x, chunking), arguments)
     first = _initial_states(layout.sequences, None, _state_shape(layout, arguments), arguments).current
     # The first segment needs no state, because its first chunk begins a sequence and reads the initial state.
     segment_starts = jnp.concatenate([first[None], segment_starts])
@@ -234,7 +240,7 @@ def _replayed_backward(layout: Layout, residuals: Any, gradients: tuple[Array, A
     *zeros, _ = match_varying_axes((*zeros, arguments.q))
     carry = States(first, d_finals), tuple(zeros)  # an empty sequence returns its initial state, with this gradient
     (d_states, d_gate), d_tokens = _scan(layout, segment, carry, inputs, reverse=True)
-    (d_arguments,) = join(list(d_tokens))
+    (d_arguments,) = pull_back_split(list(d_tokens))
     d_A_log, d_dt_bias = (None if d is None else d.astype(x.dtype) for x, d in zip(gate, d_gate, strict=True))
     d_arguments = d_arguments._replace(A_log=d_A_log, dt_bias=d_dt_bias)
     return d_arguments, None if initial is None else d_states.finals, None

@@ -14,7 +14,15 @@ A model whose configuration enables offload runs its layers with ``run_offloaded
 already, the copies do nothing. In a pipeline, every action is a separate pass: ``jax_impl/pipeline/offload.py``.
 """
 
-from jax_impl.offload.device import Layers, Moved, Pass, copy_to_device, is_on_host, offloads_layers, without_offload
+from jax_impl.offload.device import (
+    Layers,
+    MoveCounter,
+    Pass,
+    copy_to_device,
+    is_on_host,
+    offloads_layers,
+    without_offload,
+)
 from jax_impl.offload.modules import OffloadedModules, offload_modules
 from jax_impl.offload.moves import Move, branch_moves, layer_numbers, moves_of
 from jax_impl.offload.stack import run_offloaded, single_pass
@@ -33,7 +41,7 @@ __all__ = [
     "Pass",
     "single_pass",
     "Layers",
-    "Moved",
+    "MoveCounter",
     "copy_to_device",
     "is_on_host",
     "plan_statistics",

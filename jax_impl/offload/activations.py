@@ -9,7 +9,7 @@ from jax import Array
 from diptych.plans.model.layers import Offloaded, is_offloaded
 from diptych.plans.model.values import LAYER_INPUT
 from diptych.plans.offload import Use, activation_event
-from jax_impl.offload.device import Moved, Pass, is_on_host
+from jax_impl.offload.device import MoveCounter, Pass, is_on_host
 from jax_impl.offload.layer import Saved
 
 State = TypeVar("State")
@@ -27,7 +27,7 @@ class Activations:
     def __init__(self, saved: Mapping[int, Saved], context: Pass, min_bytes: int) -> None:
         self.saved = dict(saved)
         self._plan = context.activations
-        self._moved = context.moved or Moved()
+        self._moved = context.moved or MoveCounter()
         self._min_bytes = min_bytes
         self._trace = [] if context.trace is None else context.trace
 

@@ -77,7 +77,7 @@ class Device:
 
 
 @dataclass
-class Moved:
+class MoveCounter:
     """A counter of activations that move to the host and back."""
 
     arrays: int = 0
@@ -88,9 +88,9 @@ class Moved:
         self.arrays += 1
         self.bytes += nbytes
 
-    def times(self, count: int) -> "Moved":
+    def times(self, count: int) -> "MoveCounter":
         """Return the counter multiplied by ``count``."""
-        return Moved(self.arrays * count, self.bytes * count)
+        return MoveCounter(self.arrays * count, self.bytes * count)
 
 
 class Pass(NamedTuple):
@@ -109,7 +109,7 @@ class Pass(NamedTuple):
     "gradients" of the zeros, because it has no other outputs."""
     activations: Mapping[Use, ActivationStep] = {}
     """Moves of the values saved for backward; a use without a step moves none."""
-    moved: Moved | None = None
+    moved: MoveCounter | None = None
     """Counter of the activations that move."""
     named: bool = False
     """True if only named values are saved, even if nothing is recomputed."""

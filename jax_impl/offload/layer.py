@@ -133,5 +133,5 @@ class LayerRule:
 
 def _zeros(like: jax.ShapeDtypeStruct, varies_like: Array | None) -> Array:
     """Return zeros with the shape and dtype of ``like`` and the varying axes of ``varies_like``."""
-    assert varies_like is not None
+    assert varies_like is not None, "a replay, which begins from the layer's input, reads all named values"
     return jnp.zeros_like(varies_like, shape=like.shape, dtype=like.dtype)

@@ -150,13 +150,6 @@ def offload_modules(
     found = dict(named_modules(model))
     chosen = {name: found[name] for name in select("modules", modules, [*found])}
     for name, module in chosen.items():
-        outer = next(
-            (other for other in chosen if name != other and name.startswith(f"{other}." if other else "")), None
-        )
-        if outer is not None:
-            raise ValueError(
-                f"modules: expected modules apart, got {name}, which lies inside of {outer or 'the model'}"
-            )
         if hasattr(module, _SETTINGS):
             raise ValueError(f"modules: expected modules without offload, got {name}, which has it; close() it first")
         if not jax.tree.leaves(nnx.state(module, nnx.Param)):

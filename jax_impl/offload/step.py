@@ -23,7 +23,7 @@ from diptych.plans.offload import (
     unmoved,
 )
 from diptych.plans.recompute import recompute_blocks
-from jax_impl.offload.device import Layers, Moved, Pass
+from jax_impl.offload.device import Layers, MoveCounter, Pass
 from jax_impl.offload.moves import LAYERS, layer_numbers
 from jax_impl.offload.stack import plan_saved
 from jax_impl.offload.update import OffloadedParameters, Parts, UpdateFunction
@@ -65,7 +65,7 @@ class OffloadedStep:
         """Moves of a step; at its end every layer is evicted."""
         self._parameters = OffloadedParameters(params, layer_numbers(params))
         self._num_microbatches = num_microbatches
-        self._moved = Moved()
+        self._moved = MoveCounter()
         self._update: Sequence[Step] = ()
         self._evaluation = self.plan
         if not self.enabled:
@@ -96,7 +96,7 @@ class OffloadedStep:
         arrays = Counter(self._parameters.numbers)
         moved = self._moved.times(self._num_microbatches)
         training = plan_statistics([self.plan], arrays, moved, self.steps_run)
-        evaluation = plan_statistics([self._evaluation], arrays, Moved(), self.forwards_run)
+        evaluation = plan_statistics([self._evaluation], arrays, MoveCounter(), self.forwards_run)
         return total_statistics([training, evaluation])
 
     def place(self, params: Any) -> Any:
@@ -132,7 +132,7 @@ class OffloadedStep:
         if not self.enabled:
             return jax.value_and_grad(loss_fn)(params, *args, **kwargs), on_device
         trace: list[str] = []
-        self._moved = Moved()
+        self._moved = MoveCounter()
         context = Pass(*self._pass, on_device, activations=self._saved, moved=self._moved, trace=trace)
         if not self.moves_parameters:
             with context.active(), self._check_moved(trace):
@@ -203,7 +203,7 @@ def _check_layers(layers: Sequence[int], params: Any, config: TransformerConfig)
 
 
 def plan_statistics(
-    plans: Sequence[OffloadPlan], arrays: Mapping[Any, int], activations: Moved, steps_run: int
+    plans: Sequence[OffloadPlan], arrays: Mapping[Any, int], activations: MoveCounter, steps_run: int
 ) -> dict[str, Any]:
     """Return the statistics of steps, computed from their plans; see TensorOffloadManager.stats.
 

@@ -109,20 +109,20 @@ class OffloadedParameters:
         )
         device = Device(parts.layers, on_device, trace)
         new = {index: Parts(dict(zip(places, new_items[index], strict=True)), {}) for index in moments}
-        updated: tuple[list[Array], dict[int, list[Array]]] = ([], {})  # parameters and moments of the previous layer
-        previous = -1
+        updated: tuple[list[Array], dict[int, list[Array]]] = ([], {})  # parameters and moments of updated_layer
+        updated_layer = -1
         for step in steps:
             number = step.use.layer
             own = (grads.layers[number], {index: m.layers[number] for index, m in moments.items()})
             own, updated = device.begin(step, (own, updated))  # the copies wait for the previous update, too
             for index, values in updated[1].items():
-                new[index].layers[previous] = values
+                new[index].layers[updated_layer] = values
             with jax.named_scope(str(step.use)):
                 device.on_device[number], changed = update_part(device.on_device[number], *own, is_layer=True)
-            previous = number
+            updated_layer = number
             updated = (device.on_device[number], {index: changed[index] for index in moments})
             for index, values in updated[1].items():
-                new[index].layers[previous] = values
+                new[index].layers[updated_layer] = values
             device.end(step, changed=True)
         assert not device.on_device, f"the plan ends with {[*device.on_device]} on the device"
         joined = [self.join(new[index]) if index in new else item for index, item in enumerate(new_items)]

@@ -10,13 +10,11 @@ Ranks wait for each other when they send. With a separate switch for each kind o
 backward, and a slot would take the time of its slowest forward plus its slowest backward. With one switch it takes the
 time of its slowest rank. Fused slots, in which most ranks run a forward and a backward, have one switch for each.
 
-Ranks take different branches in the same slot. A collective that only some ranks reach hangs or gives wrong results,
-so branches contain no collectives. This matters for gradients: if a value is equal on all ranks, JAX sums its gradient
-over ranks inside the branch. All values are therefore first marked as different on each rank (vary), the local loss is
-differentiated, and sums over ranks are taken once after the last slot.
-
-Context ranks exchange messages inside a branch. All of them are at the same place of the pipeline and take the same
-branch.
+Pipeline ranks take different branches in the same slot. A collective that only some ranks reach hangs or gives wrong
+results, so branches contain no collectives over the pipeline axis. Context- and tensor-parallel ranks of one stage take
+the same branch, and may communicate in it. The rule matters for gradients: if a value is equal on all ranks, JAX sums
+its gradient over ranks inside the branch. All values are therefore first marked as different on each rank (vary), the
+local loss is differentiated, and sums over ranks are taken once after the last slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +27,7 @@ from jax import Array, lax
 
 from diptych.plans.schedule.lockstep import Keep, LockstepTable
 from diptych_kernels.mesh_axes import vary
-from jax_impl.offload import Moved, is_on_host
+from jax_impl.offload import MoveCounter, is_on_host
 from jax_impl.pipeline.packing import Packed
 from jax_impl.pipeline.programs import (
     CONTEXT_AXIS,
@@ -69,7 +67,7 @@ class _State(NamedTuple):
     """Values of the rank that forwards change."""
 
 
-class StepResult(NamedTuple):
+class LockstepResult(NamedTuple):
     """The results of a step on one rank."""
 
     collected: Any
@@ -88,9 +86,9 @@ def run_lockstep(
     axes: tuple[str, ...],
     params: StagedParameters,
     batch: Any,
-    moved: Moved,
+    moved: MoveCounter,
     stage_state: Any = (),
-) -> StepResult:
+) -> LockstepResult:
     """Return the losses of the microbatches and the gradients of this rank; all ranks run this function.
 
     The caller takes the mean of the gradients over replicas and context ranks.
@@ -112,7 +110,7 @@ def run_lockstep(
     state = lax.scan(execution.run_slot, execution.start(), rows)[0]
     # Only the last stage has losses; first and last stage both add to a tied embedding.
     collected, ends = jax.tree.map(_total, (state.collected, state.sums.ends))
-    result = StepResult(collected, state.sums._replace(ends=ends), state.stage_state)
+    result = LockstepResult(collected, state.sums._replace(ends=ends), state.stage_state)
     replica_axes = tuple(axis for axis in (DATA_AXIS, CONTEXT_AXIS) if axis in axes)
     if replica_axes and stages.collects_losses:
         result = result._replace(collected=lax.pmean(collected, replica_axes))
@@ -157,7 +155,7 @@ class _Execution:
         axes: tuple[str, ...],
         params: StagedParameters,
         batch: Any,
-        moved: Moved,
+        moved: MoveCounter,
         stage_state: Any,
     ) -> None:
         self._stages = stages
@@ -169,7 +167,7 @@ class _Execution:
         self._forward_only = table.schedule.forward_only
         self._splits = table.schedule.splits_backward
         kinds = {action.kind for actions in table.schedule.actions for action in actions}
-        self._has_full_backward = kinds.issuperset("BI")
+        self._mixes_backwards = kinds.issuperset("BI")
         """True if the table has split and full backwards; a full backward runs I and W in one slot."""
         self._stage_state = stage_state
         self._message = vary(stages.message(batch), axes)
@@ -247,7 +245,7 @@ class _Execution:
 
         def backward(result: _SlotResult) -> _SlotResult:
             result = self._backward(state, row, result)
-            if not self._has_full_backward:
+            if not self._mixes_backwards:
                 return result
             return self._switch(
                 has_weight_grad, [_no_action, partial(self._weight_gradients, row, result.weight_operands)], result

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.lockstep import KEEPS, Keep, compile_lockstep
 from diptych.plans.schedule.named import forwards_of, schedule_of_stages
-from jax_impl.offload import Moved
+from jax_impl.offload import MoveCounter
 from jax_impl.pipeline.backends import BACKENDS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
 from jax_impl.pipeline.executor import run_lockstep
 from jax_impl.pipeline.module_stages import (
@@ -71,7 +71,7 @@ class PipelineExecutor:
         shared_parameters: parameters that several stages share, such as a tied embedding, each as a dict from stage to
             dotted name. They are equal on every rank, and their gradients are summed. None: variables that nnx modules
             share, nothing for functions.
-        keep: values that a stage saves for backward: its "inputs" (backward runs the stage again) or the "residuals" of
+        keep: values that a stage saves for backward: its "inputs" (backward replays the stage) or the "residuals" of
             its derivative; jax.checkpoint within a stage decides which these are.
         slots: "canonical" or "fused"; see make_pipeline_step.
         backend: "shard_map" or "pmap", which run the same function.
@@ -362,7 +362,7 @@ class PipelineExecutor:
         table = compile_lockstep(schedule, self._fused and kind == "step", keep)
         axes = tuple(self.mesh.axis_names)
         params = StagedParameters(packed, params.ends)
-        result = run_lockstep(stages, table, keep, axes, params, batch, Moved(), state)
+        result = run_lockstep(stages, table, keep, axes, params, batch, MoveCounter(), state)
         state = result.stage_state
         gradients = result.gradients
         if DATA_AXIS in axes:
@@ -380,7 +380,7 @@ class PipelineExecutor:
             )
         if self._keep == "inputs":
             raise ValueError(
-                f"keep: expected 'residuals', since {who} and backward would run the stages again with the changed "
+                f"keep: expected 'residuals', since {who} and backward would replay the stages with the changed "
                 "values, got 'inputs'; leave keep out"
             )
 

@@ -15,7 +15,7 @@ import jax
 
 from diptych.plans.offload import OffloadPlan, Use, join_plans, plan_actions, plan_offload, total_statistics
 from diptych.plans.schedule.named import schedule_for
-from jax_impl.offload import Moved, OffloadedParameters, UpdateFunction, plan_statistics
+from jax_impl.offload import MoveCounter, OffloadedParameters, UpdateFunction, plan_statistics
 from jax_impl.pipeline.programs import StagedParameters
 from jax_impl.pipeline.step import PipelineStep
 
@@ -79,7 +79,7 @@ class OffloadedPipeline:
         forwards = sum(action.kind == "F" for actions in schedule.actions for action in actions)
         moved = self._step.moved.times(forwards * replicas)
         training = plan_statistics(self.plans * replicas, arrays, moved, self.steps_run)
-        evaluation = plan_statistics(self._evaluations * replicas, arrays, Moved(), self.forwards_run)
+        evaluation = plan_statistics(self._evaluations * replicas, arrays, MoveCounter(), self.forwards_run)
         return total_statistics([training, evaluation])
 
     def place(self, params: StagedParameters) -> StagedParameters:

@@ -96,7 +96,7 @@ class StageProgram(Protocol):
 
         Args:
             gradients: for every parameter, zeros that receive its gradient, or its taps.
-            replays: True if backward runs the stage again.
+            replays: True if backward replays the stage.
         """
         ...
 

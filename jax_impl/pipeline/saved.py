@@ -145,7 +145,7 @@ class StageAutodiff:
             results, operands = self._products[program].run_first(task, x, residuals, gradient)
             (loss, dx), gradients = results
         else:
-            (loss, dx), gradients, taps = self._full_backward(program, task, x, residuals, gradient)
+            (loss, dx), gradients, taps = self._run_backward(program, task, x, residuals, gradient)
             operands = jax.tree.leaves(taps)
         loss = loss if program.last and self.skips_last_forward else None
         return Backward(gradients, dx, loss, pack(operands, self.weight_operand_shapes))
@@ -159,10 +159,13 @@ class StageAutodiff:
         taps = jax.tree.unflatten(structure, unpack(operands, likes))
         return {name: tap.products.weight_gradient(tap.input, tap.output, tap.scales) for name, tap in taps.items()}
 
-    def _full_backward(
+    def _run_backward(
         self, program: StageProgram, task: Task, x: Any, residuals: Packed, gradient: Any
     ) -> tuple[tuple[Any, Any], dict[str, Array], Any]:
-        """Return output and gradient of the input, the gradients by name, and those of the taps."""
+        """Return output and gradient of the input, the gradients by name, and those of the taps.
+
+        It leaves out the gradients of weights that have taps; W computes them from the gradients of the taps.
+        """
         y, _, pull_back = self._pull_back(program, task, x)
         if self._keep == "residuals":
             all_leaves = self._residual_leaves[program]
@@ -216,7 +219,7 @@ class StageAutodiff:
         """Return the split of a stage's backward into I and W."""
 
         def backward(task: Task, x: Any, residuals: Packed, gradient: Any) -> tuple[Any, dict[str, Array]]:
-            return self._full_backward(program, task, x, residuals, gradient)[:2]
+            return self._run_backward(program, task, x, residuals, gradient)[:2]
 
         residuals = {dtype: _zeros(like, x) for dtype, like in self.residual_shapes.items()}
         gradient = differentiable(x)

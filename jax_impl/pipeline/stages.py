@@ -242,7 +242,7 @@ class Program:
         if self.recomputes:
             return run
         # Without a policy JAX saves everything that a derivative reads, and XLA fuses most of it away; in a slot
-        # everything would be stored. No matrix product lies between named values, so saving these is enough.
+        # everything would be stored. No matrix product is between named values, so saving these is enough.
         policy = recompute_policy(self.config, RecomputeBlock("none", ()))
         return jax.checkpoint(run, policy=policy)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -251,7 +251,7 @@ class Program:
 
         Args:
             gradients: for every parameter of a layer, zeros that receive its gradient, or its taps.
-            replays: True if backward runs the stage again.
+            replays: True if backward replays the stage.
         """
         if not self.config.enable_tensor_offload:
             return contextlib.nullcontext()

@@ -21,7 +21,7 @@ from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.lockstep import KEEPS, Keep, LockstepTable, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
-from jax_impl.offload import Moved
+from jax_impl.offload import MoveCounter
 from jax_impl.pipeline.backends import BACKENDS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
 from jax_impl.pipeline.executor import run_lockstep
 from jax_impl.pipeline.optimizer_shares import OptimizerShares
@@ -89,7 +89,7 @@ class PipelineStep:
         self.mesh = mesh
         self.backend = backend
         self.keep: Keep = keep
-        self.moved = Moved()
+        self.moved = MoveCounter()
         """Activations of one forward that are offloaded to the host; known once a step has been traced."""
         self._fused = fused
         self._forward_only = forward_only
@@ -194,7 +194,7 @@ class PipelineStep:
     def _local(self, params: StagedParameters, batch: Batch) -> tuple[Array, StagedParameters]:
         """Run the pipeline on one device: the lock-step slots, or the wavefront over context ranks."""
         table = self.table(len(batch.tokens))
-        self.moved = Moved()
+        self.moved = MoveCounter()
         axes = tuple(self.mesh.axis_names)
         if CONTEXT_AXIS in axes and self.config.cp_exchange == PIPELINED:
             losses, gradients = run_wavefront(self.stages, self.keep, axes, params, batch, self._forward_only)

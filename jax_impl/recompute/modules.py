@@ -81,7 +81,9 @@ class RecomputedModules:
             ValueError: recompute was removed.
         """
         if not self._changed:
-            raise ValueError("report: expected recompute that is in place, got removed one; call report before remove")
+            raise ValueError(
+                "report: expected recompute that was not removed, got removed recompute; call report before remove"
+            )
         places = list(dict.fromkeys(self._labels.values()))
         runs = []
         for place in (_OFF, _OUTSIDE):
@@ -91,7 +93,7 @@ class RecomputedModules:
 
 
 def recompute_modules(model: Any, modules: Any) -> Any:
-    """Make submodules drop their outputs and the values saved for backward, and compute both again in backward.
+    """Make submodules drop their outputs and the values saved for backward, and recompute both in backward.
 
     A function drops values that it names with jax.ad_checkpoint.checkpoint_name.
 

@@ -30,7 +30,7 @@ _ELEMENTWISE = (
 _REDUCTIONS = "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum"
 _SHAPES = "broadcast_in_dim concatenate expand_dims iota pad reshape rev slice split squeeze transpose"
 _CHEAP = frozenset(f"{_ELEMENTWISE} {_REDUCTIONS} {_SHAPES}".split())
-"""Operations cheap enough to be computed again in backward."""
+"""Operations cheap enough to be recomputed in backward."""
 _SAME_VALUE = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "reduce_precision", "name"})
 """Operations whose result has the value of their operand, so that a dropped result drops the operand too."""
 

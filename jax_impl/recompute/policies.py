@@ -245,7 +245,7 @@ def run_saving(
 def run_from_saved(
     function: Callable[..., Array], dropped: frozenset[str], values: Sequence[Array], *args: Any
 ) -> tuple[Array, Callable[[Array], Any]]:
-    """Run ``function(*args)`` again from saved values, and return its result and its pull-back.
+    """Replay ``function(*args)`` from saved values, and return its result and its pull-back.
 
     Operations that lead only to a saved value are not computed. Derivatives are those of the recomputed values.
 

@@ -20,7 +20,7 @@ from diptych.plans.model.operations import (
 )
 from diptych_kernels import autodiff_rules
 from diptych_kernels.autodiff_rules import Array, Operation, Sinkhorn, dtype_name
-from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, BoundarySequences, DeltaRule, Ranks
+from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, BoundarySequences, DeltaRule, StateExchange
 from diptych_kernels.delta_rule.launch_configs import parts_of
 from diptych_kernels.launch_configs import Launch, Write, wide
 
@@ -200,7 +200,7 @@ class Functions(ABC):
         epsilon: float = 1e-5,
         mhc_epsilon: float = 0.0,
         transposed: bool = False,
-        through: bool = True,
+        merge_residual_gradient: bool = True,
     ) -> tuple[Array, Array, Array, Array]:
         """Compute compute_mappings and aggregate, and return x for its next use.
 
@@ -218,7 +218,8 @@ class Functions(ABC):
             epsilon: epsilon added to the mean square.
             mhc_epsilon: see compute_mappings.
             transposed: see compute_mappings.
-            through: False: the returned x is the argument, and the framework adds its gradient, to the same bits.
+            merge_residual_gradient: True: write the gradient of x once, with that of the returned x; False: return x
+                itself, and the framework adds the two gradients. Results are bitwise equal.
 
         Returns:
             The aggregate [..., D], h_post [..., S], h_res [..., S, S] and x [..., S, D].
@@ -227,7 +228,7 @@ class Functions(ABC):
             ValueError: an argument is not supported.
         """
         static, alpha, bias = self._mappings(x, phi, alpha, bias, iterations, last, epsilon, mhc_epsilon, transposed)
-        if through and self.returns_inputs(x):
+        if merge_residual_gradient and self.returns_inputs(x):
             aggregated, h_post, h_res, x = self.apply(autodiff_rules.READ_THROUGH, static, x, phi, alpha, bias)
         else:
             aggregated, h_post, h_res = self.apply(autodiff_rules.READ, static, x, phi, alpha, bias)
@@ -401,7 +402,7 @@ class Functions(ABC):
         chunk_size: int,
         scale: float,
         recompute: bool = True,
-        ranks: Ranks | None = None,
+        ranks: StateExchange | None = None,
         boundary: BoundarySequences | None = None,
     ) -> tuple[Array, Array]:
         """Compute outputs and final states of the gated delta rule (arXiv 2412.06464; KDA: arXiv 2510.26692).

@@ -1,7 +1,7 @@
 """Choice of ptxas, the assembler of compiled kernels, on Hopper GPUs (compute capability 9).
 
 ptxas 12.8 miscompiles kernels with several asynchronous matrix products (wgmma): on an H100, the scans of the delta
-rule in bfloat16 returned wrong numbers or read outside their memory. The same PTX assembled by ptxas 13.0 passes the
+rule in bfloat16 returned wrong results or read outside their memory. The same PTX assembled by ptxas 13.0 passes the
 tests. Triton 3.6 and 3.7 contain ptxas 12.8 and use it for Hopper. The release notes of CUDA 13.3 describe an error of
 this kind: https://docs.nvidia.com/cuda/archive/13.3.0/cuda-toolkit-release-notes.
 

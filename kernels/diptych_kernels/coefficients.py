@@ -23,7 +23,7 @@ Sinkhorn uses tiles [BN, SP, SP] in registers. SP is the smallest power of two >
 replays forward from the start for every four pairs of normalisations, beginning with the last four, and holds these in
 registers. With 20 iterations it replays 74 pairs of a few instructions each, instead of storing 40 matrices.
 
-Reference: mHC, arXiv 2512.24880, eqs. 5-9. reference_torch/hyper_connections.py explains the lower bound FLOOR of the
+Reference: mHC, arXiv 2512.24880, eqs. 5-9. reference_torch/doubly_stochastic.py explains the lower bound FLOOR of the
 softmax.
 """
 
@@ -138,9 +138,9 @@ def project_backward(
 
 @triton.jit
 def normalise(b_m, AXIS: tl.constexpr, MHC_EPSILON: tl.constexpr):
-    """Divide the matrices by their sums over AXIS, and return the sums too (1 for the padding beyond S)."""
+    """Divide the matrices by their sums over AXIS, and return the sums too (MHC_EPSILON or 1 for the padding)."""
     total = tl.sum(b_m, AXIS, keep_dims=True)
-    if MHC_EPSILON > 0.0:
+    if MHC_EPSILON > 0.0:  # then no sum is 0, not even that of padding
         total += MHC_EPSILON
     else:
         total = tl.where(total == 0.0, 1.0, total)

@@ -68,11 +68,11 @@ class TorchBackend(Functions):
         inputs = tuple(x.detach().contiguous() for x in inputs)
         device = inputs[0].device
         if device.type == "cpu":
-            return run(tuning.launch_of(build, tuning.first(build), sizes), inputs)
+            return run(tuning.built_launch(build, tuning.first(build), sizes), inputs)
         with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
             measured = None if torch.cuda.is_current_stream_capturing() else partial(measure, inputs=inputs)
             block = tuning.choose(build, sizes, _device(device.index)[0], measured)
-            return run(tuning.launch_of(build, block, sizes), inputs)
+            return run(tuning.built_launch(build, block, sizes), inputs)
 
     def cast(self, x: Tensor, dtype: str) -> Tensor:
         """Cast x to another type, differentiably."""
@@ -191,11 +191,11 @@ def _device(index: int) -> tuple[str, tuple[int, int]]:
 
 
 def measure(launch: Launch, inputs: tuple[Tensor, ...]) -> float:
-    """Return the median time of a launch on a GPU, in milliseconds."""
+    """Return the median time of a launch on a GPU, in seconds."""
     from triton.testing import do_bench
 
     milliseconds: Any = do_bench(lambda: run(launch, inputs), warmup=10, rep=40, return_mode="median")
-    return milliseconds
+    return milliseconds / 1e3
 
 
 _BACKEND = TorchBackend()

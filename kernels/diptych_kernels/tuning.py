@@ -56,7 +56,7 @@ def choose(
         build: a function of diptych_kernels.launch_configs.
         sizes: its arguments besides the block.
         device: name of the device.
-        measure: function that returns the time of a launch, in any unit. Candidates that raise are skipped. None while
+        measure: function that returns the time of a launch in seconds. Candidates that raise are skipped. None while
             nothing can be measured, as during the capture of a CUDA graph.
 
     Raises:
@@ -66,7 +66,7 @@ def choose(
     candidates = candidates_of(build)
     if len(candidates) == 1 or os.environ.get("DIPTYCH_TUNE") == "0":
         return candidates[0]
-    key = _key(launch_of(build, candidates[0], sizes), device)
+    key = _key(built_launch(build, candidates[0], sizes), device)
     path = _path()
     table = _table(path)
     is_measured = measure is not None and math.prod(sizes.get("lead", ())) >= MEASURED_TOKENS
@@ -82,7 +82,7 @@ def choose(
     return block
 
 
-def launch_of(build: Callable[..., Launch], block: Block, sizes: dict[str, Any]) -> Launch:
+def built_launch(build: Callable[..., Launch], block: Block, sizes: dict[str, Any]) -> Launch:
     """Return ``build(block, **sizes)``; launches that were built before are remembered."""
     return _built(build, block, tuple(sizes.items()))
 
@@ -112,9 +112,12 @@ def _fastest(
                 return None
             failures.append(f"{block}: {error}")
     if not times:
-        raise RuntimeError(f"{build.__name__}: none of its blocks runs on this device: " + "; ".join(failures))
+        raise RuntimeError(
+            f"{build.__name__}: expected a block that runs on this device, got errors of all: {'; '.join(failures)}; "
+            "give impl='reference' to compute without kernels"
+        )
     best = min(times, key=times.__getitem__)
-    logger.info("%s %s: %s of %s", build.__name__, sizes, best, times)
+    logger.info("%s %s: %s of %s (seconds)", build.__name__, sizes, best, times)
     return best
 
 

@@ -42,7 +42,7 @@ def exchange_states(
         reverse: compose the maps of the ranks after this rank, from the last.
 
     Returns:
-        S, 0 on the first rank. [HV, K, V]
+        S; 0 on the first rank, or with reverse on the last. [HV, K, V]
 
     Raises:
         ValueError: the context has cp_exchange "pipelined".
@@ -61,7 +61,7 @@ def exchange_states(
     return _prefix_scan(*own, context, position, reverse)
 
 
-def of_call(context: FLACPContext, x: Tensor) -> FLACPContext:
+def context_for(context: FLACPContext, x: Tensor) -> FLACPContext:
     """Return the context of a call: for a fake tensor, which has no elements, one that sends and receives nothing."""
     if not isinstance(x, FakeTensor):
         return context

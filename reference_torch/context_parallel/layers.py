@@ -8,7 +8,7 @@ from torch import Tensor
 
 from diptych.plans.context.sequences import FLACPContext, check_part, check_taps, halo_sizes
 from reference_torch.autograd import differentiable_once, refuse_transformed
-from reference_torch.context_parallel.exchange import of_call, receive_part, send_part, wait_for_part
+from reference_torch.context_parallel.exchange import context_for, receive_part, send_part, wait_for_part
 from reference_torch.context_parallel.wavefront import is_pipelined, receive_from_previous, send_to_next
 from reference_torch.context_parallel.zigzag import zigzag_attention
 from reference_torch.groups import sum_over, wait_for
@@ -35,7 +35,7 @@ def cp_short_convolution(
     refuse_transformed("cp_short_convolution", "use torch.autograd", x, weight)
     check_part(context, x.shape, name="x")
     check_taps(context, weight.shape[1])
-    context = of_call(context, x)
+    context = context_for(context, x)
     num_earlier = weight.shape[1] - 1
     _, starts = _sequences(context, x.device)
     before = torch.arange(x.shape[1], device=x.device) + context.rank * x.shape[1] - starts
@@ -74,7 +74,7 @@ def cp_attention(
     refuse_transformed("cp_attention", "use torch.autograd", q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_part(context, x.shape, name=name)
-    context = of_call(context, q)
+    context = context_for(context, q)
     first = 0
     if is_pipelined(context):
         k, v, first = _prepend_keys_and_values(k, v, context)

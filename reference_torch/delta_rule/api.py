@@ -17,7 +17,7 @@ from diptych.plans.model.delta_rule import (
 )
 from reference_torch.autograd import is_transformed, refuse_transformed, without_autocast
 from reference_torch.context_parallel import StateExchange, complete, with_transition_columns
-from reference_torch.context_parallel.exchange import of_call
+from reference_torch.context_parallel.exchange import context_for
 from reference_torch.context_parallel.states import run_pipelined
 from reference_torch.context_parallel.wavefront import is_pipelined
 from reference_torch.delta_rule.by_kernels import chunked_by_kernels
@@ -86,7 +86,8 @@ def chunk_kda(
         scale: scale of the queries; None: K ** -0.5.
         initial_state: state before each sequence; None: zeros. [N, HV, K, V] float32 (float64 for float64)
         output_final_state: return the final states.
-        cu_seqlens: offsets of the sequences packed in B = 1, and T; sequences may be empty. [N + 1] int32
+        cu_seqlens: offsets of the sequences packed in B = 1, and T; sequences may be empty. The host reads them, and
+            waits if they are on a GPU. [N + 1] int32
         use_qk_l2norm_in_kernel: apply l2norm to q and k.
         A_log: see kda_gate. [HV]
         dt_bias: see kda_gate. [HV * K]
@@ -95,7 +96,8 @@ def chunk_kda(
         lower_bound: see kda_gate.
         chunk_size: tokens per chunk, a power of two.
         cp_context: from build_cp_context; this rank then computes its part of the sequences, each with its initial
-            state on its first rank and its final state on its last (0 elsewhere). Every rank has to call backward.
+            state on its first rank and its final state on its last (0 elsewhere). Every rank has to call backward if
+            one does.
         disable_recompute: save intermediate values for backward instead of recomputing them.
         impl: see diptych.plans.model.implementation.
 
@@ -103,9 +105,11 @@ def chunk_kda(
         Outputs [B, T, HV, V] in the type of v, and the final states, like initial_state, or None.
 
     Raises:
-        ValueError: arguments do not fit together, or a keyword is unknown. Under torch.func: NotImplementedError.
+        ValueError: arguments do not fit together.
+        UnknownArgumentError: a keyword is unknown.
+        NotImplementedError: torch.func transforms an argument.
 
-    Reference: Kimi Team, arXiv 2510.26692, section 3. The host reads cu_seqlens, and waits if it is on a GPU.
+    Reference: Kimi Team, arXiv 2510.26692, section 3.
     """
     gate = (use_gate_in_kernel, safe_gate, lower_bound)
     options = DeltaRuleOptions(True, scale, chunk_size, use_qk_l2norm_in_kernel, *gate)
@@ -249,7 +253,7 @@ def _chunked_eagerly(
     q = arguments.q
     if context is not None:
         check_part(context, tuple(getattr(q, "shape", ())), _offsets_to_compare(context, cu_seqlens))
-        context = of_call(context, q)
+        context = context_for(context, q)
     cu_seqlens_cpu = _check(arguments, initial, cu_seqlens if context is None else context.cu_seqlens_cpu, options)
     options = options.for_length(q.shape[1])
     impl = implementation_for(impl, context)

@@ -54,7 +54,7 @@ def _boundary_sequences(
 
 
 class KernelRanks:
-    """The exchange between ranks; see diptych_kernels.delta_rule.autodiff_rules.Ranks.
+    """The exchange between ranks; see diptych_kernels.delta_rule.autodiff_rules.StateExchange.
 
     The context holds this rank's roles, so the argument roles is None.
     """
@@ -65,12 +65,12 @@ class KernelRanks:
         """Width V of the values."""
 
     def exchange_forward(self, maps: Tensor, roles: None) -> Tensor:
-        """Return the initial state of this rank's first sequence; see Ranks.exchange_forward."""
+        """Return the initial state of this rank's first sequence; see StateExchange.exchange_forward."""
         del roles
         return exchange_states(*self._sent_map(maps), self.context)
 
     def exchange_backward(self, maps: Tensor, d_received: Tensor, roles: None) -> Tensor:
-        """Return the gradient of the final state of this rank's last sequence; see Ranks.exchange_backward."""
+        """Return the gradient of the final state of this rank's last sequence; see StateExchange.exchange_backward."""
         del roles
         d_received = torch.zeros_like(d_received) if self.context.is_first_rank else d_received
         return exchange_states(self._sent_map(maps)[0].mT, d_received, self.context, reverse=True)

@@ -18,7 +18,7 @@ def offload_modules(model: Any, modules: Any, **settings: Any) -> TensorOffloadM
         loss.backward()
         manager.step(optimizer)  # layer by layer; optimizer.step() also works, with all layers resident
 
-    Losses, gradients and parameters are bitwise those of the plain model. Parameters stay the same objects, so
+    Losses, gradients and parameters are bitwise equal to those of the plain model. Parameters stay the same objects, so
     optimizers, gradient clipping, GradScaler, averages of the weights and checkpoints work as before.
 
     Args:

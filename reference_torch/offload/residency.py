@@ -103,13 +103,16 @@ class Residency:
         """
         if layer_id not in self.layers:
             self.check_open()
-            raise ValueError(f"layer_id: expected a registered layer of {sorted(self.layers)}, got {layer_id!r}")
+            raise ValueError(
+                f"layer_id: expected a registered layer of {sorted(self.layers)}, got {layer_id!r}; register it by "
+                "register_layer first"
+            )
         return self.layers[layer_id]
 
     def check_open(self) -> None:
         """Raise an OffloadError if the manager is closed."""
         if self.is_closed:
-            raise OffloadError("manager: expected an open one, got a closed one; make a new one")
+            raise OffloadError("manager: expected an open one, got a closed one; make a new TensorOffloadManager")
 
     @property
     def moved_with_updates(self) -> list[OffloadedGradients | OffloadedMoments]:
@@ -242,7 +245,9 @@ def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLa
             of the module is a ScriptModule.
     """
     if layer_id in layers:
-        raise ValueError(f"layer_id: expected one not registered yet, got {layer_id!r} a second time")
+        raise ValueError(
+            f"layer_id: expected one not registered yet, got {layer_id!r} a second time; give each layer its own number"
+        )
     layer_of_part = {id(part): number for number, layer in layers.items() for part in layer.module.modules()}
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
@@ -253,13 +258,13 @@ def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLa
         number = registered_number(part)
         if number is not None and id(part) not in layer_of_part:
             raise ValueError(
-                f"module: expected one of no other manager, got {type(part).__name__}, which is in layer "
-                f"{number} of another; close() that one before"
+                f"module: expected one of no other manager, got {type(part).__name__}, which is in layer {number} of "
+                "another manager; close() that manager first"
             )
         if id(part) in layer_of_part:
             raise ValueError(
                 f"module: expected one not registered yet, got {type(part).__name__}, which is in layer "
-                f"{layer_of_part[id(part)]}"
+                f"{layer_of_part[id(part)]}; register a shared module in one layer only"
             )
 
 

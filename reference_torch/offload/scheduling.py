@@ -175,23 +175,25 @@ class UseScheduler:
         if self._open.get(use.layer) == use.kind:
             return
         for number in [number for number, kind in self._open.items() if kind == "R"]:
-            self.end(number, ("R",))
+            self.end(number, ("R",))  # a replay has no event that ends it
         self._open[use.layer] = use.kind
-        residency.statistics.note_use(use.layer, hit=layer.is_resident)
+        residency.statistics.note_use(use.layer, hit=layer.is_resident)  # before the fetch below
         window = self.order.begin(use)
+        # Evictions come before fetches, which reuse their device memory. Gradients are copied until the next use.
         if residency.gradients is not None:
             residency.gradients.evict_arrived()
         self.evict_unneeded(window)
         residency.finish_eviction()
         for layer_id in window:
             residency.fetch(layer_id)
+        # After the parameters, which this use waits for first; the link copies in order.
         if residency.activations is not None and use.kind in ("B", "R"):
             replayed = (self.order.current._replace(kind="F"),)
             residency.activations.fetch(
                 replayed if use.kind == "R" else self.order.forwards_needed_next(with_current=True)
             )
         residency.record(str(use))
-        residency.wait_for_fetch(use.layer)
+        residency.wait_for_fetch(use.layer)  # once the other copies have begun, which go on during the use
         residency.unguard(use.layer)
         residency.guard_all_except(self._open)
 

@@ -102,9 +102,9 @@ class AttributeReads:
         if self._changed_objects:
             path, part = next(iter(self._changed_objects.items()))
             raise ValueError(
-                f"split_model: expected the code around the cuts to change numbers in attributes of modules, got an "
-                f"object in attribute {path!r}, which stage {part} changes and each later stage of the same process "
-                "would change again; let a module have the number, or change it after the last cut"
+                "split_model: expected the code around the cuts to change only numbers that are attributes of modules, "
+                f"got a change inside the object in attribute {path!r}, made by stage {part}; each later stage of the "
+                "process would repeat it. Store the number on the module itself, or change it after the last cut"
             )
         for place, before in self._at_end.items():
             if not _equal(before, self._now(place)):

@@ -88,7 +88,10 @@ class PipelineExecutor:
         timeout: float = 600.0,
     ) -> None:
         if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f"loss_reduction: expected 'mean' or 'sum', got {loss_reduction!r}")
+            raise ValueError(
+                f"loss_reduction: expected 'mean' or 'sum', got {loss_reduction!r}; leave it out for the mean of the "
+                "microbatches' losses"
+            )
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         size = 1 if group is None else group.size()
@@ -193,8 +196,8 @@ class PipelineExecutor:
         """Run a step and return what the last stage collected."""
         if self._broken is not None:
             raise PipelineError(
-                f"expected an executor whose steps all ended, got one in which a step failed ({self._broken}), so the "
-                "ranks no longer agree on their messages; make a new PipelineExecutor"
+                f"step: expected an executor whose steps all ended, got one in which a step failed ({self._broken}), "
+                "so the ranks no longer agree on their messages; make a new PipelineExecutor"
             )
         given = pytree.tree_leaves([data.inputs, data.targets])
         refuse_transformed("PipelineExecutor", "use the gradients of step", *given)
@@ -231,7 +234,10 @@ class PipelineExecutor:
                 )
             checked.append([*items])
             if len(checked[-1]) != m:
-                raise ValueError(f"{name}: expected {m} microbatches, got {len(checked[-1])}")
+                raise ValueError(
+                    f"{name}: expected {m} microbatches, got {len(checked[-1])}; make them of a batch by "
+                    f"split_batch(batch, {m})"
+                )
         return Microbatches(*checked)
 
 
@@ -249,7 +255,10 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
         ValueError: a tensor cannot be split evenly, or num_microbatches is not an integer of at least 1.
     """
     if not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ValueError(f"num_microbatches: expected a whole number of at least 1, got {num_microbatches!r}")
+        raise ValueError(
+            f"num_microbatches: expected a whole number of at least 1, got {num_microbatches!r}; pass an int that "
+            "divides the batch"
+        )
     leaves, structure = pytree.tree_flatten(batch)
     parts = []
     for leaf in leaves:
@@ -259,7 +268,8 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
         if leaf.dim() == 0 or leaf.shape[0] % num_microbatches:
             raise ValueError(
                 f"batch: expected tensors whose dimension 0 is a multiple of {num_microbatches}, the number of "
-                f"microbatches, got shape {[*leaf.shape]}"
+                f"microbatches, got shape {[*leaf.shape]}; leave out or repeat some samples, or change the number of "
+                "microbatches"
             )
         parts.append([*leaf.chunk(num_microbatches)] if leaf.shape[0] else [leaf] * num_microbatches)
     return [pytree.tree_unflatten([part[i] for part in parts], structure) for i in range(num_microbatches)]

@@ -101,7 +101,7 @@ def flatten(value: Any, stage: int) -> Tree:
         stage: number of the stage, for error messages.
 
     Raises:
-        ValueError: the pytree has no tensor, a leaf cannot be sent, or tensors lie on several devices.
+        ValueError: the pytree has no tensor, a leaf cannot be sent, or tensors are on several devices.
     """
     leaves, structure = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -154,7 +154,7 @@ def to_message(tensors: Sequence[Tensor], spec: TreeSpec | None = None) -> Tenso
 
 
 def tree_from_message(message: Tensor, spec: TreeSpec | None) -> Tree:
-    """Return the pytree of a message, whose tensors lie in the memory of the message.
+    """Return the pytree of a message, whose tensors are in the memory of the message.
 
     Args:
         message: result of to_message. [n] uint8

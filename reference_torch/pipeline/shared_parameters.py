@@ -131,8 +131,7 @@ class SharedParameters:
 def _group_of(ranks: tuple[int, ...], group: ProcessGroup) -> ProcessGroup:
     """Return a group of some ranks of a pipeline; other ranks get a group of their own.
 
-    Members wait for each other for ever if they have created different numbers of groups before, so that every rank of
-    the pipeline creates one.
+    Ranks deadlock if they have created different numbers of groups before, so every rank of the pipeline creates one.
     """
     if len(ranks) == group.size():
         return group

@@ -242,7 +242,7 @@ class _Whole:
 
 
 class _Enclosing:
-    """A submodule whose code runs on every stage, because a cut lies in it."""
+    """A submodule whose code runs on every stage, because a cut is in it."""
 
     contains_cut = True
     _watched_name: str
@@ -256,7 +256,7 @@ class _Enclosing:
         if run is not None and isinstance(forward, WrappedForward) and not forward.is_divisible:
             raise ValueError(
                 f"split_model: expected a technique on submodules that are whole in one stage, got it on "
-                f"{self._watched_name!r}, in which a cut lies; name submodules of it instead"
+                f"{self._watched_name!r}, in which a cut is; name submodules of it instead"
             )
         return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -198,11 +198,10 @@ def check_requires_grad(
     if any(x.requires_grad for x in outputs):
         return
     if received or any(parameter.requires_grad for parameter in model.parameters()):
-        subject = "a loss" if last else "an output"
+        subject = "loss" if last else "output"
         raise ValueError(
-            f"expected {subject} of stage {stage} that requires a gradient, got a detached one, "
-            "which leaves nothing before it a gradient; drop detach() or torch.no_grad(), or freeze what is not to be "
-            "trained"
+            f"{subject} of stage {stage}: expected a tensor that requires a gradient, got a detached one, which leaves "
+            "nothing before it a gradient; drop detach() or torch.no_grad(), or freeze what is not to be trained"
         )
 
 
@@ -240,9 +239,9 @@ def gradient_of_received(received: Tensor) -> Tensor:
     """
     if received.grad_fn is not None:
         raise ValueError(
-            f"expected a tensor that a stage received, {[*received.shape]}, to stay a leaf, got the result of "
-            f"{received.grad_fn.name()}; let the torch.autograd.Function that returns it take it as an argument, or "
-            "return a new tensor"
+            f"input_tensor: expected a tensor that a stage received, {[*received.shape]}, to stay a leaf, got the "
+            f"result of {received.grad_fn.name()}; let the torch.autograd.Function that returns it take it as an "
+            "argument, or return a new tensor"
         )
     return torch.zeros_like(received) if received.grad is None else received.grad
 

@@ -81,7 +81,9 @@ class RecomputedModules:
             RecomputeUsageError: recompute was removed.
         """
         if not self._wrapped:
-            raise RecomputeUsageError("report: expected recompute that is in place, got removed one")
+            raise RecomputeUsageError(
+                "report: expected recompute that was not removed, got removed recompute; call report before remove"
+            )
         places = [*self.blocks, *(name for names in self.blocks.values() for name in names)]
         runs = []
         for is_active in (False, True):
@@ -91,10 +93,11 @@ class RecomputedModules:
 
 
 def recompute_modules(model: Any, modules: Any) -> RecomputedModules:
-    """Make submodules drop their outputs and the values saved for backward, and compute both again in backward.
+    """Make submodules drop their outputs and the values saved for backward, and recompute both in backward.
 
-    Gradients, buffers and random numbers are bitwise those of the plain model. Nothing changes in eval mode and with
-    gradients disabled. Names of parameters and modules stay, and so do checkpoints, ``deepcopy`` and ``pickle``.
+    Gradients, buffers and random numbers are bitwise equal to those of the plain model. Nothing changes in eval mode
+    and with gradients disabled. Names of parameters and modules stay, and so do checkpoints, ``deepcopy`` and
+    ``pickle``.
 
     Example::
 

@@ -445,7 +445,7 @@ class Region:
         return None
 
     def replay(self) -> None:
-        """Run the call again, refill its empty outputs, and record the values that the graph still needs.
+        """Replay the call, refill its empty outputs, and record the values that the graph still needs.
 
         Raises:
             RecomputeMismatchError: the replay saves or returns other values than the forward.

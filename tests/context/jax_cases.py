@@ -20,7 +20,7 @@ from diptych.plans.context.exchange import EXCHANGES, exchange_options
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.implementation import callback_threads
 from jax_impl.context_parallel import build_cp_context, compress_h0, cp_attention, cp_short_convolution, expand_h0
-from jax_impl.context_parallel.exchange import permute, ranks_of
+from jax_impl.context_parallel.exchange import permute, static_context
 from jax_impl.delta_rule import chunk_gated_delta_rule, chunk_kda, chunked
 from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
@@ -110,8 +110,8 @@ def test_c4_what_is_gathered_by_groups_is_what_a_permutation_brings(distance):
 
     @partial(jax.shard_map, mesh=Mesh(np.array(jax.devices()[:size]), ("cp",)), in_specs=P("cp"), out_specs=P("cp"))
     def run(x):
-        ranks = ranks_of(build_cp_context(np.array([0, size], np.int32), "cp"))
-        return jnp.stack([permute(x, ranks._replace(by_groups=by), pairs) for by in (False, True)], axis=-1)
+        static = static_context(build_cp_context(np.array([0, size], np.int32), "cp"))
+        return jnp.stack([permute(x, static._replace(by_groups=by), pairs) for by in (False, True)], axis=-1)
 
     found = np.asarray(jax.jit(run)(jnp.arange(1.0, size + 1)))
     expected = [rank - distance + 1 if 0 <= rank - distance < size else 0 for rank in range(size)]

@@ -179,11 +179,11 @@ def test_the_sum_of_gradients_has_the_bits_of_the_frameworks_sum(dtype):
     arrays[0] = arrays[0].to(getattr(torch, dtype))
     cotangents = [torch.from_numpy(normal(i, 2, 5, *s)) for i, s in enumerate([(40,), (3,), (3, 3), (3, 40)])]
     results = []
-    for through in (True, False):
-        read = partial(torch_ops.read_streams, through=through)
+    for merged in (True, False):
+        read = partial(torch_ops.read_streams, merge_residual_gradient=merged)
         results.append(torch_gradients(read, arrays, cotangents))
         streams = arrays[0].clone().requires_grad_()
-        assert (read(streams, *arrays[1:])[3] is streams) != through
+        assert (read(streams, *arrays[1:])[3] is streams) != merged
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 

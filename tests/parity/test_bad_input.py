@@ -120,7 +120,7 @@ def test_modules_and_settings():
     without = nn.Linear(8, 3), nnx.Linear(8, 3, use_bias=False, rngs=nnx.Rngs(0))
     names = {"weight": {"to": "kernel", "transpose": True}}
     assert not compare_modules(*without, [X], names=names, ignore="bias", **EXACT).is_equal
-    with pytest.raises(ValueError, match="modules: expected a submodule of PyTorch, 'nosuch' matches none"):
+    with pytest.raises(ValueError, match="modules: expected a submodule of PyTorch, got 'nosuch', which is none; sim"):
         locate(*linear(), [X], modules={"nosuch": "neither"})
     with pytest.raises(ValueError, match="memory_limit: expected a number of bytes of at least 0, got -1"):
         locate(*linear(), [X], memory_limit=-1)

@@ -113,8 +113,8 @@ def test_join_split_and_reshape():
 
 
 REFUSED = {
-    "unknown": ({**FUSED, "ou.bias": "bias"}, "'ou.bias' matches none; similar: out.bias"),
-    "unknown in JAX": ({**FUSED, "out.bias": "bia"}, "expected a parameter of the JAX module, 'bia' matches none; sim"),
+    "unknown": ({**FUSED, "ou.bias": "bias"}, "got 'ou.bias', which is none; similar names: out.bias"),
+    "unknown in JAX": ({**FUSED, "out.bias": "bia"}, "expected a parameter of the JAX module, got 'bia', which is no"),
     "transposed": ({**FUSED, "{q,k,v}.weight": {"to": "qkv", "join": 0}}, "got 12x4 from .*; add 'transpose': True"),
     "missing": ({"out.bias": "bias"}, "got none for q.weight, k.weight, v.weight, out.weight of PyTorch; add them"),
     "twice": ({**FUSED, "q.weight": "qkv"}, r"expected the shapes 4x12 of qkv in JAX, got 4x4"),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from diptych.plans.checkpoint import CheckpointError
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.data import Corpus
 from diptych.plans.schedule.messages import PipelineError
@@ -142,6 +143,21 @@ def resume_each(config: TransformerConfig, train: TrainConfig, corpus: Corpus, p
     """Every rank goes on from a path of its own, as if each machine had the folder on its own disk."""
     trainer = Trainer(config, train, corpus, device="cpu", mesh=make_mesh(config))
     return trainer.resume(paths[dist.get_rank()])
+
+
+def write_with_odd_error() -> tuple[str, str] | None:
+    """Raise an error on the first rank that cannot be pickled, and return what every rank raises."""
+
+    class Odd(Exception):
+        """A class that other processes cannot import."""
+
+    def write() -> None:
+        raise Odd("of the disk")
+
+    try:
+        on_first_rank(write, ProcessGroups(pp=dist.group.WORLD))
+    except CheckpointError as error:
+        return str(error), type(error.__cause__).__name__
 
 
 def meet_without_first(how: str) -> None:

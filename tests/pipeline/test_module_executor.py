@@ -44,7 +44,7 @@ def test_pytrees_between_ranks(three, schedule, lengths):
 
 SAYS = {
     "shapes": r"output of stage 0: expected .*\[2, 3, 4\].*, as in the first microbatch, got .*variable_shapes=True",
-    "detached": "expected an output of stage 1 that requires a gradient, got a detached one",
+    "detached": "output of stage 1: expected a tensor that requires a gradient, got a detached one",
     "not sent": "output of stage 1: expected .* got a leaf that cannot be sent to another rank",
     "subclass": r"output of stage 1: expected a tensor, .* got a Named; convert it to a plain dense tensor \(DTensor",
     "sparse": r"output of stage 1: expected a tensor, .* got a torch\.sparse_coo",
@@ -83,9 +83,9 @@ REFUSED = {
     ),
     "a tensor": (lambda: _pipeline().step(torch.zeros(4, 2)), "inputs: expected a list of 4 microbatches, got Tensor"),
     "none": (lambda: _pipeline().step(), "inputs: expected a list of 4 microbatches, got NoneType"),
-    "three": (lambda: _pipeline().step(batch(0, 3)[0]), "inputs: expected 4 microbatches, got 3"),
+    "three": (lambda: _pipeline().step(batch(0, 3)[0]), "inputs: expected 4 microbatches, got 3; make them"),
     "targets": (lambda: _pipeline().step(batch(0, 4)[0], batch(0, 2)[1]), "targets: expected 4 microbatches, got 2"),
-    "split": (lambda: split_batch(torch.zeros(6, 2), 4), r"dimension 0 is a multiple of 4, .* got shape \[6, 2\]"),
+    "split": (lambda: split_batch(torch.zeros(6, 2), 4), r"dimension 0 is a multiple of 4, .* shape \[6, 2\]; leave"),
     "shared": (
         lambda: PipelineExecutor(stages(), "1f1b", 4, shared_parameters=[{0: "embedding.weight", 1: "map.weigh"}]),
         "expected a parameter 'map.weigh' in stage 1",

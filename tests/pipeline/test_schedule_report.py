@@ -310,7 +310,8 @@ def test_given_times():
     plan = plan_pipeline(CONFIG, 1, 8, Costs(2.0, 1.0, 1.0, communication=0.5))
     assert plan.simulation.makespan == simulate(build_schedule("1f1b", 4, 8), Costs(2.0, 1.0, 1.0, 0.5)).makespan
     others = {other.name: other for other in other_schedules(plan, 1, Costs(2.0))}
-    assert others["interleaved"].reason == "costs are for 4 stages, the schedule has 8"
+    expected = "costs: expected 8 stages, as the schedule has, got 4; give costs for this schedule"
+    assert others["interleaved"].reason == expected
     with pytest.raises(ValueError, match="costs: expected forward of 4 stages, got 2"):
         plan_pipeline(CONFIG, 1, 8, Costs(forward=[1.0, 2.0]))
     with pytest.raises(ValueError, match="costs: expected an action that takes time, got a step of 0; give F, I or W"):

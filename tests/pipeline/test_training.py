@@ -154,6 +154,13 @@ def test_what_only_one_rank_meets_is_raised_on_all(tmp_path):
 
 
 @pytest.mark.multiprocess
+def test_an_error_that_cannot_be_pickled_is_raised_on_all():
+    with RankPool(2, timeout=20.0) as pool:
+        raised = pool.run("tests.pipeline.fault_jobs:write_with_odd_error")
+    assert raised == [("of the disk", "Odd"), ("of the disk", "NoneType")]
+
+
+@pytest.mark.multiprocess
 def test_ranks_go_on_from_one_checkpoint_alone(checkpoints, tmp_path):
     ours, other = checkpoints / "torch", tmp_path / "other"
     found = read_checkpoint(ours)

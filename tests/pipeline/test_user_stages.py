@@ -51,7 +51,7 @@ def test_equal_to_the_composed_stages(name):
 
 SAYS = {
     "none": "expected stage n to return a tensor or a list of tensors, got None; return what the next stage reads",
-    "detached": "expected an output of stage n that requires a gradient, got a detached one, .*freeze what is not",
+    "detached": "output of stage n: expected a tensor that requires a gradient, got a detached one, .*freeze what is",
     "made without gradient": "expected an output of stage n that requires a gradient",
     "dict": "to return a tensor or a list of tensors, got a dict",
     "empty": "expected stage n to return n tensors, got n; return as many as the next stage receives",
@@ -94,7 +94,7 @@ def test_a_loss_that_cannot_be_differentiated_is_refused(reducer):
         "loss none": "whose loss is a tensor of one element, got None",
         "loss number": "whose loss is a tensor of one element, got a float; return e.g. the mean",
         "loss of several": r"whose loss is a tensor of one element, got a tensor \[2\] of float64",
-        "loss detached": "expected a loss of stage 0 that requires a gradient, got a detached one",
+        "loss detached": "loss of stage 0: expected a tensor that requires a gradient, got a detached one",
     }
     with pytest.raises(ValueError, match=says[reducer]) as error:
         run(Program(1, "none", (LINEAR,), 2, reducer=reducer))

@@ -30,17 +30,20 @@ def edited(rank: int, edit) -> Schedule:
 
 
 FAULTS = {
-    "drop": (lambda a: a.remove(Action("B", 1, 2)), r"rank 1, 1B2: expected once, got none"),
-    "duplicate": (lambda a: a.append(Action("F", 1, 0)), r"rank 1, 1F0: expected once, got 2 times"),
+    "drop": (lambda a: a.remove(Action("B", 1, 2)), r"rank 1, 1B2: expected once, got none; add it"),
+    "duplicate": (lambda a: a.append(Action("F", 1, 0)), r"rank 1, 1F0: expected once, got 2 times; list it once"),
     "microbatch out of range": (
         lambda a: a.append(Action("F", 1, 4)),
-        r"rank 1, 1F4: expected F and B of stages 0 to 2 and microbatches 0 to 3",
+        r"rank 1, 1F4: expected F and B of stages 0 to 2 and microbatches 0 to 3, got another action; remove it",
     ),
     "stage out of range": (lambda a: a.append(Action("F", 4, 0)), r"rank 1, 4F0: expected F and B of stages 0 to 2"),
-    "another rank's": (lambda a: a.append(Action("F", 2, 0)), r"rank 1, 2F0: stage 2 is placed on rank 2"),
+    "another rank's": (
+        lambda a: a.append(Action("F", 2, 0)),
+        r"rank 1, 2F0: expected actions of this rank's .*, got stage 2, which is placed on rank 2; move it to rank 2",
+    ),
     "a weight's gradient twice": (
         lambda a: a.append(Action("W", 1, 0)),
-        r"rank 1, 1W0: expected B, or else I and W, got 1B0 beside it",
+        r"rank 1, 1W0: expected B, or else I and W, got 1B0 beside it; remove one of them",
     ),
     "half a backward": (
         lambda a: a.__setitem__(a.index(Action("B", 1, 0)), Action("I", 1, 0)),

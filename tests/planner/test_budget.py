@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from diptych.planner.budget import BudgetPlan, fit_budget, left_out, smallest, solver
 from diptych.planner.budget.blocks import BlockCost, EndCost, StageParts
-from diptych.planner.budget.ranks import Moment, RankSearch
+from diptych.planner.budget.ranks import MemoryConstraint, RankSearch
 from diptych.planner.budget.solver import solve
 from diptych.planner.memory import predict_memory
 from diptych.planner.memory.rank_peaks import rank_peaks
@@ -196,13 +196,13 @@ def test_microbatches_in_flight_are_counted(data, num_stages, budget):
     """Against all blocks of all stages of a rank, within the limits that all their saved bytes leave."""
     parts = [DrawnParts(data, 10 * stage, data.draw(st.integers(1, 3))) for stage in range(num_stages)]
     flights = st.tuples(*[st.integers(0, 3)] * num_stages)
-    moment = st.builds(Moment, st.sampled_from([*KINDS, "W"]), flights, st.integers(0, 20))
-    moments = [data.draw(st.lists(moment, min_size=1, max_size=4)) for _ in parts]
+    constraint = st.builds(MemoryConstraint, st.sampled_from([*KINDS, "W"]), flights, st.integers(0, 20))
+    constraints = [data.draw(st.lists(constraint, min_size=1, max_size=4)) for _ in parts]
     best = np.inf
     for choice in itertools.product(*(each.every((budget, budget)) for each in parts)):
         saved = [each for each, _ in choice]
         fits = True
-        for own, held, (total, seconds) in zip(parts, moments, choice, strict=True):
+        for own, held, (total, seconds) in zip(parts, constraints, choice, strict=True):
             limits = dict.fromkeys((*KINDS, "W"), budget)
             for kind, in_flight, beside in held:
                 rest = budget - beside - sum(a * b for a, b in zip(in_flight, saved, strict=True))
@@ -210,7 +210,7 @@ def test_microbatches_in_flight_are_counted(data, num_stages, budget):
             fits = fits and limits["W"] >= 0 and (total, seconds) in own.every((limits["F"], limits["B"]))
         if fits:
             best = min(best, sum(seconds for _, seconds in choice))
-    found = RankSearch(parts, moments).best(budget)
+    found = RankSearch(parts, constraints).best(budget)
     assert (np.inf if found is None else found.seconds) == best
     assert found is None or found.bound <= best
 

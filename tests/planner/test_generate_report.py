@@ -136,7 +136,7 @@ def test_plan_makes_a_schedule_for_measured_costs(tmp_path, capsys):
         named = simulate(build_schedule(name, 2, 6), MEASURED).makespan
         assert float(rows[name]) == pytest.approx(named, rel=1e-4)
         assert simulation.makespan <= named * (1 + 1e-9)
-    assert "interleaved does not fit: costs are for 2 stages, the schedule has 4" in printed
+    assert "interleaved does not fit: costs: expected 4 stages, as the schedule has, got 2; give costs" in printed
     bound = re.search(r"generated: makespan ([\d.]+) s, at least ([\d.]+) s", printed)
     assert bound is not None
     assert float(bound[2]) <= float(bound[1])

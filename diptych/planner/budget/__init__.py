@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from diptych.planner.budget.blocks import LENGTHS, BlockCost, StageParts, offload_choices, storage_choices
-from diptych.planner.budget.ranks import Moment, RankSearch, RankSolution, rank_moments
+from diptych.planner.budget.ranks import MemoryConstraint, RankSearch, RankSolution, rank_constraints
 from diptych.planner.budget.solver import STEPS
 from diptych.planner.memory.in_transit import most_in_transit
 from diptych.planner.memory.rank_peaks import rank_peaks, stage_actions
@@ -180,18 +180,18 @@ def _searches(config: TransformerConfig, batch: int, machine: Machine, count: in
     message = message_bytes(config, batch)
     found: dict[tuple[str, ...], dict[object, list[BlockCost]]] = {}
 
-    def parts_of(rank: int, in_8_bits: bool) -> tuple[list[StageParts], list[list[Moment]]]:
-        """Return parts and moments of a rank; in_8_bits: if layers may choose, values that wait for W are in 8 bits."""
+    def parts_of(rank: int, in_8_bits: bool) -> tuple[list[StageParts], list[list[MemoryConstraint]]]:
+        """Return parts and constraints of a rank; in_8_bits: if layers may choose, what waits for W is in 8 bits."""
         actions = schedule.actions[rank]
         usual = storage_choices(config)[-1 if in_8_bits else 0]
         own = sorted({action.stage for action in actions})
         stages = {stage: stage_actions(usual, stage, batch, schedule.splits_backward) for stage in own}
-        moments = rank_moments(actions, [message * each for each in transit[rank]], stages)
+        constraints = rank_constraints(actions, [message * each for each in transit[rank]], stages)
         parts = []
-        for stage, each in moments.items():
-            kinds = tuple(sorted({moment.kind for moment in each} - {"W"}))
+        for stage, each in constraints.items():
+            kinds = tuple(sorted({constraint.kind for constraint in each} - {"W"}))
             parts.append(StageParts(config, stage, batch, times, kinds, found.setdefault(kinds, {}), in_8_bits))
-        return parts, [*moments.values()]
+        return parts, [*constraints.values()]
 
     transit = most_in_transit(schedule)
     has_choice = schedule.splits_backward and len(storage_choices(config)) > 1

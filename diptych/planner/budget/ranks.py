@@ -29,8 +29,8 @@ SHARES = 24
 """Steps of the saved bytes, from least to most, that are tried to find out if a rank fits at all."""
 
 
-class Moment(NamedTuple):
-    """The memory of a rank during an action, beside the action's own microbatch."""
+class MemoryConstraint(NamedTuple):
+    """A limit of saved bytes: the memory of a rank during an action, beside the action's own microbatch."""
 
     kind: str
     """Kind of the action, of diptych.planner.budget.blocks.SIMULATED, or W."""
@@ -50,10 +50,10 @@ class RankSolution(NamedTuple):
     """Seconds that other blocks within the budget need at least."""
 
 
-def rank_moments(
+def rank_constraints(
     actions: Sequence[Action], messages: Sequence[int], stages: dict[int, StageActions]
-) -> dict[int, list[Moment]]:
-    """Return the moments of each stage of a rank, without those that are never the tightest.
+) -> dict[int, list[MemoryConstraint]]:
+    """Return the constraints of each stage of a rank, without those that are never the tightest.
 
     Args:
         actions: actions of the rank, in order.
@@ -63,56 +63,56 @@ def rank_moments(
     order = {stage: place for place, stage in enumerate(stages)}
     in_flight = [0] * len(stages)
     beside = 0
-    found: dict[int, list[Moment]] = {stage: [] for stage in stages}
+    found: dict[int, list[MemoryConstraint]] = {stage: [] for stage in stages}
     memory = [stages[action.stage] for action in actions]
     for ((kind, stage, _), each, is_later), more in zip(backward_memory(actions, memory), messages, strict=True):
         if kind in "BI":
             in_flight[order[stage]] -= 1
         own = each["W"].peak - each["I"].after if kind == "W" else 0
         name = kind + " added" * (is_later and kind in "BI")
-        found[stage].append(Moment(name, tuple(in_flight), beside + more + own))
+        found[stage].append(MemoryConstraint(name, tuple(in_flight), beside + more + own))
         if kind == "F":
             in_flight[order[stage]] += 1
         else:
             beside += each[kind].after - (each["I"].after if kind == "W" else 0)
-    return {stage: _tightest(moments) for stage, moments in found.items()}
+    return {stage: _tightest(constraints) for stage, constraints in found.items()}
 
 
-def _tightest(moments: Sequence[Moment]) -> list[Moment]:
-    """Return the moments that no other one of their kind exceeds in everything."""
-    distinct = [*dict.fromkeys(moments)]
+def _tightest(constraints: Sequence[MemoryConstraint]) -> list[MemoryConstraint]:
+    """Return the constraints that no other one of their kind exceeds in everything."""
+    distinct = [*dict.fromkeys(constraints)]
 
-    def exceeds(other: Moment, moment: Moment) -> bool:
-        pairs = zip((*other.in_flight, other.beside), (*moment.in_flight, moment.beside), strict=True)
-        return other.kind == moment.kind and other != moment and all(a >= b for a, b in pairs)
+    def exceeds(other: MemoryConstraint, constraint: MemoryConstraint) -> bool:
+        pairs = zip((*other.in_flight, other.beside), (*constraint.in_flight, constraint.beside), strict=True)
+        return other.kind == constraint.kind and other != constraint and all(a >= b for a, b in pairs)
 
-    return [moment for moment in distinct if not any(exceeds(other, moment) for other in distinct)]
+    return [constraint for constraint in distinct if not any(exceeds(other, constraint) for other in distinct)]
 
 
 class RankSearch:
     """The search for the blocks of a rank's stages.
 
     Args:
-        parts: costs of the stages, in the order of Moment.in_flight.
-        moments: moments of each stage, in the same order.
-        for_bound: lower bounds of these costs and moments for every layout; None: parts and moments themselves.
+        parts: costs of the stages, in the order of MemoryConstraint.in_flight.
+        constraints: constraints of each stage, in the same order.
+        for_bound: lower bounds of these costs and constraints for every layout; None: parts and constraints themselves.
     """
 
     def __init__(
         self,
         parts: Sequence[Parts],
-        moments: Sequence[Sequence[Moment]],
-        for_bound: tuple[Sequence[Parts], Sequence[Sequence[Moment]]] | None = None,
+        constraints: Sequence[Sequence[MemoryConstraint]],
+        for_bound: tuple[Sequence[Parts], Sequence[Sequence[MemoryConstraint]]] | None = None,
     ) -> None:
         self._parts = parts
-        self._moments = moments
+        self._constraints = constraints
         self._for_bound = for_bound
         self._endings = [blocks_by_end(each) for each in parts]
         self._endings_for_bound = [blocks_by_end(each) for each in for_bound[0]] if for_bound else self._endings
         ranges = [saved_range(*each) for each in zip(parts, self._endings, strict=True)]
         self._least = [least for least, _ in ranges]
         self._most = [most for _, most in ranges]
-        self.microbatches = 1 + max(sum(moment.in_flight) for each in moments for moment in each)
+        self.microbatches = 1 + max(sum(constraint.in_flight) for each in constraints for constraint in each)
         """Largest number of microbatches of which the rank has saved values."""
         self._solved: dict[tuple[int, ...], Solution | None] = {}
 
@@ -196,15 +196,15 @@ class RankSearch:
             in_flight: bytes that a microbatch in flight has saved on each stage.
             most_saved: bytes that the stage may save.
             upper: see solver.solve.
-            for_bound: take the costs and moments for the bound.
+            for_bound: take the costs and constraints for the bound.
         """
-        all_parts, all_moments = (for_bound and self._for_bound) or (self._parts, self._moments)
+        all_parts, all_constraints = (for_bound and self._for_bound) or (self._parts, self._constraints)
         parts = all_parts[place]
         endings = (self._endings_for_bound if for_bound else self._endings)[place]
         limits = dict.fromkeys((*parts.kinds, "W"), budget)
-        for moment in all_moments[place]:
-            held = sum(count * saved for count, saved in zip(moment.in_flight, in_flight, strict=True))
-            limits[moment.kind] = min(limits[moment.kind], budget - held - moment.beside)
+        for constraint in all_constraints[place]:
+            held = sum(count * saved for count, saved in zip(constraint.in_flight, in_flight, strict=True))
+            limits[constraint.kind] = min(limits[constraint.kind], budget - held - constraint.beside)
         if limits.pop("W") < 0:
             return None
         key = place, most_saved, upper, for_bound, *limits.values()

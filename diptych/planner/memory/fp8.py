@@ -9,15 +9,17 @@ DELAYED_BYTES = WIDE * (3 + 2)
 """Bytes that a map with delayed scales saves for backward: three scales, and the exponents of input and weight."""
 
 
-def linear_scratch(config: TransformerConfig, name: str, tokens: int, x: int, y: int) -> tuple[int, int] | None:
+def linear_scratch(
+    config: TransformerConfig, name: str, tokens: int, input_bytes: int, output_bytes: int
+) -> tuple[int, int] | None:
     """Return the bytes that forward allocates beside the output, and backward beside the gradients.
 
     Args:
         config: configuration of the model.
         name: canonical name of the map.
         tokens: rows of the input. N
-        x: bytes of the input [N, I].
-        y: bytes of the output [N, O].
+        input_bytes: bytes of the input [N, I].
+        output_bytes: bytes of the output [N, O].
 
     Returns:
         None if the map has no FP8 product.
@@ -26,12 +28,16 @@ def linear_scratch(config: TransformerConfig, name: str, tokens: int, x: int, y:
     if recipe is None:
         return None
     item = 2 if config.bf16 else WIDE
-    forward, for_x, for_weight = _scratch(recipe, tokens, x // item // tokens, y // item // tokens, item)
-    weight = WIDE * (x // item // tokens) * (y // item // tokens)
-    return forward - y, max(for_x - x - weight, for_weight - weight, 0)
+    inputs = input_bytes // item // tokens
+    outputs = output_bytes // item // tokens
+    forward, for_x, for_weight = _scratch(recipe, tokens, inputs, outputs, item)
+    weight = WIDE * inputs * outputs
+    return forward - output_bytes, max(for_x - input_bytes - weight, for_weight - weight, 0)
 
 
-def grouped_scratch(config: TransformerConfig, name: str, rows: int, x: int, y: int) -> tuple[int, int] | None:
+def grouped_scratch(
+    config: TransformerConfig, name: str, rows: int, input_bytes: int, output_bytes: int
+) -> tuple[int, int] | None:
     """Return the bytes that forward and backward of a map of experts allocate, as linear_scratch.
 
     The rows are assumed to be as many for each expert.
@@ -40,16 +46,16 @@ def grouped_scratch(config: TransformerConfig, name: str, rows: int, x: int, y: 
         config: configuration of the model.
         name: canonical name of the map.
         rows: rows of all experts. M
-        x: bytes of the input [M, I].
-        y: bytes of the output [M, O].
+        input_bytes: bytes of the input [M, I].
+        output_bytes: bytes of the output [M, O].
     """
     recipe = linear_recipe(config, name)
     if recipe is None:
         return None
     item = 2 if config.bf16 else WIDE
     experts = config.num_moe_experts or 1
-    inputs = x // item // rows
-    outputs = y // item // rows
+    inputs = input_bytes // item // rows
+    outputs = output_bytes // item // rows
     forward, for_x, for_weight = _scratch(recipe, -(-rows // experts), inputs, outputs, item)
     return forward, max(for_x - WIDE * experts * inputs * outputs, for_weight)
 
@@ -59,8 +65,8 @@ def pack_scratch(rows: int, width: int, item: int) -> tuple[int, int]:
 
     Args:
         rows: rows of the matrix.
-        width: entries of a row.
-        item: bytes of an entry.
+        width: elements of a row.
+        item: bytes of an element.
     """
     size = rows * width
     spread = WIDE * rows * -(-width // BLOCK) * BLOCK
@@ -76,7 +82,7 @@ def _scratch(recipe: ProductRecipe, tokens: int, inputs: int, outputs: int, item
         tokens: rows of the input.
         inputs: columns of the input.
         outputs: columns of the output.
-        item: bytes of an entry of input and output.
+        item: bytes of an element of input and output.
     """
     x = tokens * inputs
     y = tokens * outputs

@@ -10,7 +10,7 @@ from typing import Any
 from diptych.planner.memory.fp8 import DELAYED_BYTES, grouped_scratch, linear_scratch, pack_scratch
 from diptych.planner.memory.kernel_work import KernelWork, activation
 from diptych.planner.memory.nodes import Node, Value
-from diptych.planner.memory.regions import OUTPUT_MAPS, Regions
+from diptych.planner.memory.regions import OUTPUT_MAPS, TensorParallelRegions
 from diptych.plans.activation_storage import ACTIVATION_INPUT, packed_width, saved_input
 from diptych.plans.amax_history import NAME
 from diptych.plans.config import ITEM_SIZES, TransformerConfig
@@ -46,7 +46,9 @@ class OperationBuilder:
     """
 
     def __init__(self, config: TransformerConfig, batch: int, length: int) -> None:
-        self.regions = Regions(config.tensor_model_parallel_size, config.sequence_parallel, batch * length)
+        self.regions = TensorParallelRegions(
+            config.tensor_model_parallel_size, config.sequence_parallel, batch * length
+        )
         config = rank_config(config)
         self.config = config
         self.batch = batch

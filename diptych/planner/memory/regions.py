@@ -9,7 +9,7 @@ OUTPUT_MAPS = ("self_attention.linear_proj", "mlp.linear_fc2")
 """Linear maps whose outputs are summed over ranks, before their bias is added."""
 
 
-class Regions:
+class TensorParallelRegions:
     """Sizes of one rank's tokens, and the exchanges between them.
 
     Args:

@@ -29,7 +29,7 @@ AFTER = -2
 
 
 @dataclass(eq=False)
-class Region:
+class RecomputedRegion:
     """Operations that are replayed together."""
 
     nodes: list[Node] = field(default_factory=list)
@@ -96,8 +96,8 @@ class Simulation:
         self._present: dict[int, Value] = {}
         self._holders: Counter[int] = Counter()
         self._values: dict[int, Value] = {}
-        self._region_of: dict[int, Region] = {}
-        self._maker: dict[int, Region] = {}
+        self._region_of: dict[int, RecomputedRegion] = {}
+        self._maker: dict[int, RecomputedRegion] = {}
         self._discarded: set[int] = set()
         self._moving = moving or MovingValues()
         self.moved: dict[int, int] = {}
@@ -169,7 +169,7 @@ class Simulation:
         """Simulate forward, and return all operations; arguments as in run."""
         nodes = [*first]
         blocks = [*blocks]
-        discards: dict[int, list[Region]] = {}
+        discards: dict[int, list[RecomputedRegion]] = {}
         if any(block.kind == "full" for block in blocks):
             positions = Value("positions", self._position_bytes)
             nodes.append(Node([], [positions], [positions]))
@@ -216,7 +216,7 @@ class Simulation:
         block: RecomputeBlock,
         layers: dict[int, Layer],
         nodes: list[Node],
-        discards: dict[int, list[Region]],
+        discards: dict[int, list[RecomputedRegion]],
         last: list[Node],
     ) -> None:
         """Append a block's operations; record its regions, and the operations after which their outputs are freed."""
@@ -232,7 +232,7 @@ class Simulation:
                 if name is not None:
                     key = (name, None if name == "all" else (number, _sublayer(layers[number], place), name))
                     if not regions or regions[-1][0] != key:
-                        regions.append((key, Region(is_whole=name == "all")))
+                        regions.append((key, RecomputedRegion(is_whole=name == "all")))
                     regions[-1][1].nodes.append(node)
                     self._region_of[id(node)] = regions[-1][1]
         # Outputs are discarded when the sublayer that reads them has ended.
@@ -255,7 +255,7 @@ class Simulation:
                 end = next((e for e in ends if e > read), len(nodes))
                 discards.setdefault(end - 1, []).append(region)
 
-    def _forward(self, nodes: list[Node], discards: dict[int, list[Region]]) -> None:
+    def _forward(self, nodes: list[Node], discards: dict[int, list[RecomputedRegion]]) -> None:
         """Simulate the allocations of forward."""
         last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.saves, *node.alive]}
         opened: set[int] = set()
@@ -333,7 +333,7 @@ class Simulation:
             self._free(size + (node.parameters if self._adds else 0))
             self._release(node.saves[:1])
 
-    def _replay(self, region: Region) -> None:
+    def _replay(self, region: RecomputedRegion) -> None:
         """Replay a region: its discarded outputs are allocated again, and the inputs of its backward are saved."""
         for number in dict.fromkeys(self._layer_of[id(node)] for node in region.nodes):
             self._fetch(self._moving.fetch(number))

@@ -168,7 +168,10 @@ def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
         try:
             config = with_schedule(command.model, name)
             if command.stage_costs is not None and num_stages(config) != stages:
-                raise ValueError(f"costs are for {stages} stages, the schedule has {num_stages(config)}")
+                raise ValueError(
+                    f"costs: expected {num_stages(config)} stages, as the schedule has, got {stages}; give costs for "
+                    "this schedule"
+                )
             schedule = schedule_for(config, command.num_microbatches)
             costs = stage_costs(command, config)
             simulation = simulate(schedule, costs)

@@ -123,7 +123,10 @@ def other_schedules(
         try:
             other = with_schedule(config, name)
             if costs is not None and num_stages(other) != num_stages(config):
-                raise ValueError(f"costs are for {num_stages(config)} stages, the schedule has {num_stages(other)}")
+                raise ValueError(
+                    f"costs: expected {num_stages(other)} stages, as the schedule has, got {num_stages(config)}; give "
+                    "costs for this schedule"
+                )
             planned = plan_pipeline(other, micro_batch_size, num_microbatches, costs, head, roofline)
             found.append(OtherSchedule(name, planned, ""))
         except ValueError as error:

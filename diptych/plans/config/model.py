@@ -399,7 +399,7 @@ class TransformerConfig:
         """Return the settings of one layer.
 
         Args:
-            layer_number: global number of the layer, from 0.
+            layer_number: global index of the layer, from 0 (Megatron-core's layer_number counts from 1).
 
         Raises:
             ValueError: layer_number is out of range.

@@ -6,7 +6,7 @@ only. Layers are numbered over the whole model, so a pipeline stage has the same
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -269,11 +269,22 @@ def check_values(values: Mapping[str, np.ndarray], specs: Mapping[str, Parameter
     Raises:
         ValueError: names or shapes differ.
     """
-    if values.keys() != specs.keys():
-        raise ValueError(f"values: expected {sorted(specs)}, differs in {sorted(values.keys() ^ specs.keys())}")
+    missing = sorted(specs.keys() - values.keys())
+    unknown = sorted(values.keys() - specs.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"values: expected the {len(specs)} parameters of the model, got {len(values)} values; missing: "
+            f"{_first_names(missing)}; unknown: {_first_names(unknown)}; give one value for each name of parameters()"
+        )
     for name, spec in specs.items():
         if values[name].shape != spec.shape:
             raise ValueError(f"values[{name!r}]: expected shape {spec.shape}, got {values[name].shape}")
+
+
+def _first_names(names: Sequence[str]) -> str:
+    """Return the first eight names as text, and the number of the others."""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return (", ".join(names[:8]) or "none") + more
 
 
 def _walk(

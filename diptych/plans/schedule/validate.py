@@ -45,21 +45,26 @@ def _check_actions(schedule: Schedule) -> None:
         for action, count in Counter(actions).items():
             if action not in expected:
                 raise ScheduleError(
-                    f"rank {rank}, {action}: expected {_listed(kinds)} of stages 0 to "
-                    f"{schedule.num_stages - 1} and microbatches 0 to {schedule.num_microbatches - 1}"
+                    f"rank {rank}, {action}: expected {_listed(kinds)} of stages 0 to {schedule.num_stages - 1} and "
+                    f"microbatches 0 to {schedule.num_microbatches - 1}, got another action; remove it"
                 )
             home = schedule.rank_of(action.stage)
             if home != rank:
-                raise ScheduleError(f"rank {rank}, {action}: stage {action.stage} is placed on rank {home}")
+                raise ScheduleError(
+                    f"rank {rank}, {action}: expected actions of this rank's stages, got stage {action.stage}, which "
+                    f"is placed on rank {home}; move it to rank {home}"
+                )
             if count > 1:
-                raise ScheduleError(f"rank {rank}, {action}: expected once, got {count} times")
+                raise ScheduleError(f"rank {rank}, {action}: expected once, got {count} times; list it once")
             if action.kind in "IW" and not schedule.splits(action.stage, action.microbatch):
                 full = action._replace(kind="B")
-                raise ScheduleError(f"rank {rank}, {action}: expected B, or else I and W, got {full} beside it")
+                raise ScheduleError(
+                    f"rank {rank}, {action}: expected B, or else I and W, got {full} beside it; remove one of them"
+                )
     done = {action for actions in schedule.actions for action in actions}
     for i, stage in product(microbatches, stages):
         if missing := _missing(schedule, kinds, done, stage, i):
-            raise ScheduleError(f"rank {schedule.rank_of(stage)}, {missing}: expected once, got none")
+            raise ScheduleError(f"rank {schedule.rank_of(stage)}, {missing}: expected once, got none; add it")
 
 
 def _missing(schedule: Schedule, kinds: Sequence[Kind], done: set[Action], stage: int, microbatch: int) -> str:

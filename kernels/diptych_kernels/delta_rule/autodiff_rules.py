@@ -29,7 +29,7 @@ from diptych_kernels.delta_rule import launch_configs
 from diptych_kernels.delta_rule.launch_configs import Call
 
 
-class Ranks(Protocol):
+class StateExchange(Protocol):
     """An exchange of states between context-parallel ranks; hashable.
 
     ``roles`` says where the rank's boundary sequences begin and end. Only the backend interprets it.
@@ -40,7 +40,7 @@ class Ranks(Protocol):
 
         Args:
             maps: map [H | M] of this rank's last sequence. [1, HV, K, V + K]
-            roles: see Ranks.
+            roles: see StateExchange.
 
         Returns:
             The state that the earlier ranks compose of their maps. [HV, K, V]
@@ -54,7 +54,7 @@ class Ranks(Protocol):
             maps: map [H | M] of this rank's last sequence. [1, HV, K, V + K]
             d_received: dH of this rank's first sequence, the part of the gradient of the received state that this
                 rank's tokens contribute. [HV, K, V]
-            roles: see Ranks.
+            roles: see StateExchange.
 
         Returns:
             The gradient that the later ranks compose of their parts. [HV, K, V]
@@ -83,7 +83,7 @@ class DeltaRule(NamedTuple):
         per_channel: True for one decay per channel of the keys, False for one per head.
         scale: factor of the queries.
         chunk_size: tokens of a chunk; 16, 32 or 64. C
-        recompute: compute decayed queries and keys, states and errors again in backward instead of saving them.
+        recompute: recompute decayed queries and keys, states and errors in backward instead of saving them.
         parts: number of parts per sequence that are scanned in parallel; 1 for none.
         ranks: exchange between context-parallel ranks; None if all sequences are complete.
     """
@@ -93,7 +93,7 @@ class DeltaRule(NamedTuple):
     chunk_size: int
     recompute: bool = True
     parts: int = 1
-    ranks: Ranks | None = None
+    ranks: StateExchange | None = None
 
 
 class Matrices(NamedTuple):
@@ -170,7 +170,7 @@ class BoundarySequences(NamedTuple):
     Args:
         initial: initial state of the last sequence; 0 if it starts on another rank. [1, HV, K, V]
         sequences: first and last sequence, in the form of Inputs.sequences. [2, 3] int32
-        roles: see Ranks.
+        roles: see StateExchange.
     """
 
     initial: Array
@@ -357,8 +357,8 @@ def _token_gradients(
     tokens = (inputs.q, inputs.k, inputs.g, inputs.beta)
     if static.per_channel:
         arrays = (*tokens, da_qk, da_kk, *state_terms, dbeta, chunks)
-        dq, dk, before, after, dbetas = backend(launch_configs.channel_gradients, sizes, *arrays)
-        arrays = (inputs.g, before, after, terms.decay, ddecay, dbetas, chunks)
+        dq, dk, rise, fall, dbetas = backend(launch_configs.channel_gradients, sizes, *arrays)
+        arrays = (inputs.g, rise, fall, terms.decay, ddecay, dbetas, chunks)
         dg, dbeta = backend(launch_configs.gate_gradients, sizes | {"slices": dbetas.shape[-1]}, *arrays)
     else:
         arrays = (*tokens, a_qk, a_kk, da_qk, da_kk, *state_terms, ddecay, dbeta, chunks)

@@ -8,11 +8,12 @@ The formulas are those of gradients.py, for each channel c:
     out_j    = exp(G_C - G_j) r_out_j
     dk_i     = row_i + column_i + out_i + scale dA_qk[i, i] q_i
 
-    before_i = q_i dq'_i + k_i (row_i - column_i)
-    after_j  = k_j out_j
-    dg_t     = sum_{i >= t} before_i + sum_{j < t} after_j + exp(G_C) sum_v S dS
+    rise_i   = q_i dq'_i + k_i (row_i - column_i)
+    fall_j   = k_j out_j
+    dg_t     = sum_{i >= t} rise_i + sum_{j < t} fall_j + exp(G_C) sum_v S dS
 
-dq' is dq without its term j = i. Symbols are defined in gradients.py and products.py.
+dq' is dq without its term j = i. row_i is before_i of gradients.py, and column_j + out_j + scale dA_qk[j, j] q_j is its
+after_j. Other symbols are defined in gradients.py and products.py.
 
 A program computes a slice of channels of a chunk; channels are independent. As in products.py, the sums are matrix
 products of the whole chunk if no channel of the slice decays too much, and otherwise consist of tiles of 16 tokens. The
@@ -55,8 +56,8 @@ def channel_gradients(
     chunks_ptr,
     dq_ptr,
     dk_ptr,
-    before_ptr,
-    after_ptr,
+    rise_ptr,
+    fall_ptr,
     dbetas_ptr,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -67,7 +68,7 @@ def channel_gradients(
     BK: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """Compute dq, dk, before, after [T, HV, K], and dbeta per slice of channels [T, HV, SLICES].
+    """Compute dq, dk, rise, fall [T, HV, K], and dbeta per slice of channels [T, HV, SLICES].
 
     A program computes a slice of channels of a chunk; grid (NC HV, SLICES).
     """
@@ -98,7 +99,7 @@ def channel_gradients(
         b_after = b_growth * exp_of(b_rest)[None, :]
         b_same = tl.load(da_qk_ptr + p_a + o_c * (C + 1)).to(ACC)
         _store_gradients(
-            beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, before_ptr, after_ptr, dbetas_ptr,
+            beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbetas_ptr,
             o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
             HV, K, SCALE, SLICES, ACC,
         )  # fmt: skip
@@ -119,7 +120,7 @@ def channel_gradients(
             b_before, b_after = _decays_to_ends(g_ptr, first, last, tile, head, HV, o_k, K, ACC, C)
             b_same = tl.load(da_qk_ptr + p_a + (tile * TILE + tl.arange(0, TILE)) * (C + 1)).to(ACC)
             _store_gradients(
-                beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, before_ptr, after_ptr, dbetas_ptr,
+                beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbetas_ptr,
                 o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
                 HV, K, SCALE, SLICES, ACC,
             )  # fmt: skip
@@ -127,7 +128,7 @@ def channel_gradients(
 
 @triton.jit
 def _store_gradients(
-    beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, before_ptr, after_ptr, dbetas_ptr,
+    beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbetas_ptr,
     o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
     HV: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr, SLICES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -137,8 +138,8 @@ def _store_gradients(
     b_dq += load_rows(r_in_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_before
     b_row -= b_seen * b_beta[:, None]
     b_out = load_rows(r_out_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_after
-    store_rows(before_ptr, o_t, m_t, head, HV, o_k, K, b_q * b_dq + b_k * (b_row - b_column))
-    store_rows(after_ptr, o_t, m_t, head, HV, o_k, K, b_k * b_out)
+    store_rows(rise_ptr, o_t, m_t, head, HV, o_k, K, b_q * b_dq + b_k * (b_row - b_column))
+    store_rows(fall_ptr, o_t, m_t, head, HV, o_k, K, b_k * b_out)
     store_rows(dq_ptr, o_t, m_t, head, HV, o_k, K, (b_dq + b_same[:, None] * b_k) * SCALE)
     store_rows(dk_ptr, o_t, m_t, head, HV, o_k, K, b_row + b_column + b_out + b_same[:, None] * b_q)
     is_first = (slice_index + 0 * o_t) == 0
@@ -282,8 +283,8 @@ def _decays_to_ends(
 @triton.jit
 def gate_gradients(
     g_ptr,
-    before_ptr,
-    after_ptr,
+    rise_ptr,
+    fall_ptr,
     decay_ptr,
     ddecay_ptr,
     dbetas_ptr,
@@ -304,11 +305,11 @@ def gate_gradients(
     o_t = first + o_c
     m_t = o_t < last
     o_k = tl.program_id(1) * BK + tl.arange(0, BK)
-    b_before = load_rows(before_ptr, o_t, m_t, head, HV, o_k, K, ACC)
-    b_after = load_rows(after_ptr, o_t - 1, m_t & (o_c > 0), head, HV, o_k, K, ACC)
+    b_rise = load_rows(rise_ptr, o_t, m_t, head, HV, o_k, K, ACC)
+    b_fall = load_rows(fall_ptr, o_t - 1, m_t & (o_c > 0), head, HV, o_k, K, ACC)
     p_k = (chunk * HV + head) * K + o_k
     b_whole = tl.load(decay_ptr + p_k, mask=o_k < K, other=0.0) * tl.load(ddecay_ptr + p_k, mask=o_k < K, other=0.0)
-    b_dg = tl.cumsum(b_before, 0, reverse=True) + tl.cumsum(b_after, 0) + b_whole[None, :]
+    b_dg = tl.cumsum(b_rise, 0, reverse=True) + tl.cumsum(b_fall, 0) + b_whole[None, :]
     store_rows(dg_ptr, o_t, m_t, head, HV, o_k, K, b_dg)
     if tl.program_id(1) == 0:
         b_dbeta = tl.sum(load_rows(dbetas_ptr, o_t, m_t, head, HV, tl.arange(0, SP), SLICES, ACC), 1)

@@ -239,6 +239,7 @@ def scan_forward(
         maps: write [H | M] instead of the final states; see scan.scan_forward.
         from_zero: start from states of 0 instead of ``initial``.
     """
+    assert not (save and maps), "the kernel stores the initial states of chunks at offsets of W columns, not V"
     width = call.value + (call.key if maps else 0)
     outputs = [
         (call.by_value if output else (0,), call.dtype),
@@ -330,7 +331,7 @@ def product_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch
 def channel_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch for a decay per channel.
 
-    q, k, g, beta, dA_qk, dA_kk, r_in, r_seen, r_out, dbeta, chunks -> dq, dk, before, after, dbeta by slices.
+    q, k, g, beta, dA_qk, dA_kk, r_in, r_seen, r_out, dbeta, chunks -> dq, dk, rise, fall, dbeta by slices.
     """
     columns = _columns(block, call, call.key)
     slices = math.ceil(call.key / columns)
@@ -345,7 +346,7 @@ def channel_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch
 
 
 def gate_gradients(block: Block, lead: tuple[int, ...], call: Call, slices: int) -> Launch:
-    """Configure the launch g, before, after, decay, ddecay, dbeta by slices, chunks -> dg, dbeta.
+    """Configure the launch g, rise, fall, decay, ddecay, dbeta by slices, chunks -> dg, dbeta.
 
     ``slices`` is the number of slices of channels of channel_gradients.
     """

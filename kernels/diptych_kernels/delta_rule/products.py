@@ -163,7 +163,7 @@ def _whole_chunk(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Compute A_qk / SCALE and A_kk of a chunk, [C, C] with arbitrary numbers above the diagonal."""
+    """Compute A_qk / SCALE and A_kk of a chunk, [C, C] with arbitrary elements above the diagonal."""
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
     o_t = first + tl.arange(0, C)
     group = head // (HV // H)
@@ -395,7 +395,7 @@ def _scaled_tile(p_a, p_beta, row, column, length, HV: tl.constexpr, ACC: tl.con
 def _invert_diagonal(p_a, p_beta, length, HV: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr):
     """Invert the tiles I + diag(beta) A_kk on the diagonal, [C / TILE, TILE, TILE], all at once and row by row.
 
-    A_kk is loaded transposed, so that the factors of a row lie along the axis over which its products are summed.
+    A_kk is loaded transposed, so that the factors of a row are along the axis over which its products are summed.
     """
     o_n = tl.arange(0, C // TILE)[:, None, None]
     o_r = tl.arange(0, TILE)[None, :, None]
@@ -412,7 +412,7 @@ def _invert_diagonal(p_a, p_beta, length, HV: tl.constexpr, ACC: tl.constexpr, C
 
 @triton.jit
 def _store_tile(p_out, row, column, b_x, C: tl.constexpr):
-    """Store a tile of the inverse at a row and column of tiles."""
+    """Store a tile of a matrix [C, C] at a row and column of tiles."""
     o_i = tl.arange(0, TILE) + row * TILE
     o_j = tl.arange(0, TILE) + column * TILE
     tl.store(p_out + o_i[:, None] * C + o_j[None, :], b_x)
