@@ -10,7 +10,7 @@ of the state by itself. So one scan of the state [0 | identity], with V + K colu
 columns of zeros computes H and O in the first V columns, and M and R in the last K = ``num_transition_columns``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -117,7 +117,9 @@ class Layout(NamedTuple):
     states_shape: tuple[int, int, int, int]
     """Shape of the final states: sequences, B * HV, K, and V with the transition columns."""
 
-    def split_states(self, stacked: Tensor | None, like: Tensor) -> dict[int, Tensor]:
+    def split_states(
+        self, stacked: Tensor | None, like: Tensor, sequences: Collection[int] | None = None
+    ) -> dict[int, Tensor]:
         """Return initial or final states, or their gradients, by number of the sequence.
 
         Only the state of the first sequence has transition columns.
@@ -125,13 +127,18 @@ class Layout(NamedTuple):
         Args:
             stacked: states of the first sequences, [sequences, B * HV, K, V]; those of further sequences are zeros.
             like: tensor with the device and the type of these zeros; a narrower type than float32 becomes float32.
+            sequences: numbers of the wanted sequences; None: all. A segment that took all of them would need time for
+                every sequence of the batch.
         """
-        sequences, *shape = self.states_shape
-        states = [] if stacked is None else list(stacked)
+        count, *shape = self.states_shape
+        given = [] if stacked is None else stacked.unbind() if sequences is None else stacked
         zeros = like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
-        states += [zeros] * (sequences - len(states))
         width = shape[-1] - self.num_transition_columns
-        return {index: state[..., :width] if index else state for index, state in enumerate(states)}
+        states = {}
+        for index in range(count) if sequences is None else sequences:
+            state = given[index] if index < len(given) else zeros
+            states[index] = state[..., :width] if index else state
+        return states
 
 
 def make_segments(
@@ -348,7 +355,7 @@ class _Replay(NamedTuple):
 def _replay_segment(layout: Layout, saved: _SavedValues, needs_grad: Sequence[bool], index: int) -> _Replay:
     """Recompute a segment, with leaves that require the wanted gradients."""
     segment = layout.segments[index]
-    initials = layout.split_states(saved.initial, saved.arguments.v)
+    states = layout.split_states(saved.initial, saved.arguments.v, {*segment.owners})
     arguments = segment.slice_arguments(saved.arguments)
     leaves: Any = (
         None if x is None else x.detach().requires_grad_(needs) for x, needs in zip(arguments, needs_grad, strict=True)
@@ -357,7 +364,6 @@ def _replay_segment(layout: Layout, saved: _SavedValues, needs_grad: Sequence[bo
     with torch.enable_grad():
         connected = segment.terms(leaves, layout.options)
     terms = ChunkTerms(*(x.detach() for x in connected))
-    states = {owner: initials[owner] for owner in segment.owners}
     if index:
         states[segment.owners[0]] = saved.segment_starts[index - 1]
     return _Replay(leaves, connected, terms, scan_chunks(terms, segment.owners, states))
