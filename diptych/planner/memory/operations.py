@@ -16,7 +16,7 @@ from diptych.plans.amax_history import NAME
 from diptych.plans.config import ITEM_SIZES, TransformerConfig
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.model.philox import TILE_ROWS
-from diptych.plans.optimizer_shares import has_master_weights
+from diptych.plans.optimizer_shares import stored_dtype
 from diptych.plans.tensor_parallel import rank_config
 
 PACKED_IN = {
@@ -192,8 +192,9 @@ class OperationBuilder:
 
     def rounded_weights(self, name: str) -> list[Value]:
         """Return the copy of a weight in the type of activations, if it is not stored in this type."""
-        is_stored = self.item == self.wide or has_master_weights(self.config)
-        return [] if is_stored else [Value("weights in bfloat16", self.weights[f"{name}.weight"] // 2)]
+        weight = f"{name}.weight"
+        is_stored = stored_dtype(self.config, weight, (1, self.widths[weight])) == self.config.compute_dtype
+        return [] if is_stored else [Value("weights in bfloat16", self.weights[weight] // 2)]
 
     def _product(self, weight_bytes: int) -> int:
         """Return the floating-point operations of a product of all tokens with a matrix."""
