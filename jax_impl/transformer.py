@@ -358,11 +358,10 @@ class GPTModel(nnx.Module):
         """
         batch, length = inputs.shape[:2]
         length *= 1 if self.pre_process else tensor_parallel.token_parts
-        of_whole_sequences = {"attention_mask": attention_mask, "document_starts": document_starts}
+        masks = {"attention_mask": attention_mask, "document_starts": document_starts}
         texts = None if cache is None else cache.batch
         seq_length = self.config.seq_length
-        shape = (batch, length)
-        check_inputs(seq_length, shape, cached_length(cache), texts, cp_context, positions, **of_whole_sequences)
+        check_inputs(seq_length, (batch, length), cached_length(cache), texts, cp_context, positions, **masks)
         if positions is None:
             positions = jnp.add(jnp.arange(length), 0 if cache is None else cache.length)
         tokens = inputs if inputs.shape[1] == length else jnp.zeros((batch, length))

@@ -73,7 +73,7 @@ def chunk_kda(
     disable_recompute: bool = False,
     impl: str = "auto",
 ) -> tuple[Array, Array | None]:
-    """Run Kimi delta attention in chunks: the gated delta rule with one decay per channel.
+    """Run Kimi delta attention (arXiv 2510.26692, section 3) in chunks: the gated delta rule with a decay per channel.
 
     Args:
         q: queries. [B, T, H, K] float16, bfloat16, float32 or float64; k and v have the same type
@@ -105,15 +105,12 @@ def chunk_kda(
     Raises:
         ValueError: arguments do not fit together.
         UnknownArgumentError: a keyword is unknown.
-
-    Reference: Kimi Team, arXiv 2510.26692, section 3.
     """
     gate = (use_gate_in_kernel, safe_gate, lower_bound)
     options = DeltaRuleOptions(True, scale, chunk_size, use_qk_l2norm_in_kernel, *gate)
     arguments = Arguments(q, k, v, g, beta, A_log, dt_bias)
-    return _chunked(
-        arguments, initial_state, cu_seqlens, options, output_final_state, not disable_recompute, cp_context, impl
-    )
+    recompute = not disable_recompute
+    return _chunked(arguments, initial_state, cu_seqlens, options, output_final_state, recompute, cp_context, impl)
 
 
 @refuse_unknown_keywords
