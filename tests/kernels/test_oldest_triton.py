@@ -19,7 +19,7 @@ TESTS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not PLACE.exists(), reason=f"needs make .venv/triton-{OLDEST}")
 def test_machine_code_of_the_oldest_triton():
