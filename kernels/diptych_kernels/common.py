@@ -1,4 +1,8 @@
-"""Functions shared by several kernels: the tokens of a program, sums over rows, and the exponential function."""
+"""Functions shared by several kernels: the tokens of a program, sums over rows, and the exponential function.
+
+Triton's interpreter refuses a mask that combines a block with a comparison of scalars ("mask has unsupported dtype").
+So kernels compare blocks in masks: ``t + 0 * o_k < last`` instead of ``t < last``.
+"""
 
 import triton
 import triton.language as tl

@@ -52,7 +52,7 @@ def test_equal_to_the_composed_stages(name):
 SAYS = {
     "none": "expected stage n to return a tensor or a list of tensors, got None; return what the next stage reads",
     "detached": "output of stage n: expected a tensor that requires a gradient, got a detached one, .*freeze what is",
-    "made without gradient": "expected an output of stage n that requires a gradient",
+    "made without gradient": "output of stage n: expected a tensor that requires a gradient",
     "dict": "to return a tensor or a list of tensors, got a dict",
     "empty": "expected stage n to return n tensors, got n; return as many as the next stage receives",
     "one too many": "expected stage n to return n tensors, got n",

@@ -457,7 +457,7 @@ def test_a_removed_handle_is_used_up():
     handle = recompute_modules(model(False), CHOSEN)
     handle.remove()
     handle.remove()
-    with pytest.raises(RecomputeUsageError, match="got removed one"):
+    with pytest.raises(RecomputeUsageError, match="got removed recompute; call report before remove"):
         handle.report(**inputs())
 
 

@@ -159,7 +159,7 @@ def test_a_model_has_the_same_gradients_and_saves_less(name):
     assert type(other) is make
     assert nnx.graphdef(other) == nnx.graphdef(plain)
     assert_same(results(other), results(plain))
-    with pytest.raises(ValueError, match="got removed one"):
+    with pytest.raises(ValueError, match="got removed recompute; call report before remove"):
         handle.report(batch())
 
 
