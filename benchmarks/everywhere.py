@@ -8,8 +8,8 @@ offload with ``save_on_cpu`` and the offload policy of ``fully_shard``, pipeline
 on two processes. The steps of all modes take turns on one thread, and time ratios are medians over the rounds.
 Recompute is timed in CPU seconds, which other processes change little; pipelines are timed in seconds and in CPU
 seconds of both processes. The gradients of every mode are compared with those of the plain model; a difference above
-``TOLERANCE`` ends the benchmark. Compilation is not timed. Offload has no device here, so its bytes are counted and its
-time is not measured.
+``TOLERANCE`` ends the benchmark. Compilation is not timed. Offload has no device here: its bytes are counted, and its
+CPU seconds are those of the bookkeeping and of copies within the memory of the host, without their overlap on a GPU.
 """
 
 import os
@@ -64,6 +64,8 @@ COMPILED = EAGER
 BISECTIONS = 5
 """Halvings of the interval of memory budgets of torch.compile."""
 OFFLOADED = ("GPT-2", "Llama")
+WARM_UP = 2
+"""Steps of a training with offload before those that are timed."""
 PIPELINED = (
     ("GPT-2", "1f1b", True),
     ("GPT-2", "1f1b", False),
@@ -166,7 +168,7 @@ def compile_blocks(name: str, model: nn.Module, budget: float = 1.0, recompute: 
 RECOMPUTE: dict[str, Callable[[str, nn.Module], Any]] = {
     PLAIN: lambda name, model: None,
     "checkpoint, blocks": checkpoint_blocks,
-    "checkpoint, blocks, keeping products": partial(
+    "checkpoint, blocks, products saved": partial(
         checkpoint_blocks, context_fn=partial(create_selective_checkpoint_contexts, save_products)
     ),
     "checkpoint, norms and activation": checkpoint_submodules,
@@ -314,7 +316,7 @@ def one_process() -> Iterator[None]:
 
 
 class Training:
-    """Three steps of a model with AdamW; the copies of the last step are counted."""
+    """Some steps of a model with AdamW; the copies of the last step are counted."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -323,6 +325,7 @@ class Training:
         self.patterns = [f"{SUBJECTS[name].blocks}.*"]
         self.inputs, self.labels = data_of(name, SIZES)
         self.moves = Moves()
+        self.seconds: list[float] = []
 
     def run(self, finish: Callable[[torch.optim.Optimizer], Any] | None = None) -> dict[str, Tensor]:
         """Run the steps and return the gradients of the last one.
@@ -332,15 +335,19 @@ class Training:
         """
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         gradients = {}
-        for _ in range(3):
+        for _ in range(WARM_UP + ROUNDS):
             optimizer.zero_grad()
             self.moves.to_device = self.moves.to_host = 0
+            start = time.process_time()
             loss_of(self.model(self.inputs).logits, self.labels).backward()
+            seconds = time.process_time() - start
             gradients = gradients_of(self.model)
+            start = time.process_time()
             if finish is None:
                 optimizer.step()
             else:
                 finish(optimizer)
+            self.seconds.append(seconds + time.process_time() - start)
         return gradients
 
     def plain(self) -> dict[str, Tensor]:
@@ -408,11 +415,14 @@ def measure_offload(name: str) -> list[dict[str, Any]]:
     """Count the copies of all offload modes of a model."""
     rows = []
     expected: dict[str, Tensor] = {}
+    plain_seconds = 0.0
     for mode, train in OFFLOAD.items():
         gc.collect()
         training = Training(name)
         found = train(training)
         expected = expected or found
+        seconds = float(np.median(training.seconds[WARM_UP:]))
+        plain_seconds = plain_seconds or seconds
         rows.append(
             {
                 "model": name,
@@ -420,6 +430,8 @@ def measure_offload(name: str) -> list[dict[str, Any]]:
                 "bytes_to_device": training.moves.to_device,
                 "bytes_to_host": training.moves.to_host,
                 "resident_parameter_bytes": training.moves.peak,
+                "step_cpu_seconds": seconds,
+                "time": seconds / plain_seconds,
                 "difference": checked(f"{name}, {mode}", difference(found, expected)),
             }
         )
@@ -478,11 +490,13 @@ def show(console: Console, results: dict[str, Any]) -> None:
         )
     console.print(table)
     table = Table(box=None, title="offload, one step")
-    for heading in ("model", "mode", "to device MiB", "to host MiB", "resident parameters MiB", "gradients"):
-        table.add_column(heading, justify="right" if "MiB" in heading else "left")
+    columns = ("to device MiB", "to host MiB", "resident parameters MiB", "time")
+    for heading in ("model", "mode", *columns, "gradients"):
+        table.add_column(heading, justify="right" if heading in columns else "left")
     for row in results["offload"]:
         numbers = (row[key] / MIB for key in ("bytes_to_device", "bytes_to_host", "resident_parameter_bytes"))
-        table.add_row(row["model"], row["mode"], *(f"{n:.1f}" for n in numbers), f"{row['difference']:.0e}")
+        cells = [*(f"{n:.1f}" for n in numbers), f"{row['time']:.3f}", f"{row['difference']:.0e}"]
+        table.add_row(row["model"], row["mode"], *cells)
     console.print(table)
     table = Table(box=None, title="pipelines on two processes: this project, torch.distributed.pipelining")
     for heading in ("model", "schedule", "stages", "step s", "time", "CPU time", "peak MiB by rank", "gradients"):

@@ -101,6 +101,8 @@ def test_terms_without_their_ranks_are_left_out():
 PARTS = {
     "attention": {},
     "fused": {"use_flash_attn": True, "bf16": True},
+    "fused, recomputed": {"use_flash_attn": True, **CORE},
+    "fused, full recompute": {"use_flash_attn": True, "recompute_granularity": "full", "recompute_method": "uniform"},
     "zigzag": ZIGZAG,
     "zigzag, fused": {**ZIGZAG, "use_flash_attn": True, "bf16": True},
     "gdn, kda": {"layer_pattern": "gdn,kda"},
@@ -120,7 +122,8 @@ def test_memory_of_a_part_of_the_tokens_is_pytorchs():
             measured = pool.run("tests.planner.jobs:measure_part", config, 1)
             assert predict_stage_memory(config, 0, 1).saved == pytest.approx(measured[1][0], rel=0.02), settings
             (peak,) = rank_peaks(config, schedule_for(config, 1), 1)
-            assert peak == pytest.approx(max(most for _, most in measured), rel=0.03), settings
+            limit = 0.03 if config.cp_exchange == "pipelined" else 0.02  # messages on their way are left out
+            assert peak == pytest.approx(max(most for _, most in measured), rel=limit), settings
 
 
 @pytest.mark.parametrize("ends", [{}, UNTIED])
