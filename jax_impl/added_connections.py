@@ -162,8 +162,9 @@ def _run(module: nnx.Module, x: Any, block: Callable[[Array], Any]) -> Any:
     if not isinstance(x, Array) or x.ndim != len(expected) or x.shape[2:] != expected[2:]:
         actual = list(x.shape) if isinstance(x, Array) else type(x).__name__
         raise ValueError(
-            f"{type(module).__name__}: expected hidden states [{', '.join(map(str, expected))}], got {actual}; the "
-            "first block receives the model's hidden states, and its code must pass them on from block to block"
+            f"{type(module).__name__}: expected hidden states [{', '.join(map(str, expected))}] as first positional "
+            f"argument, got {actual}; the first block receives the model's hidden states, and its code must pass them "
+            "on from block to block"
         )
     count = connection.config.num_residual_streams
     streams = HyperConnectionModule.input_expand(x, count) if "first" in place else x

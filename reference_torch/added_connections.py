@@ -164,8 +164,9 @@ class _Connected(WrappedForward):
         if not isinstance(x, Tensor) or x.dim() != len(expected) or x.shape[2:] != expected[2:]:
             actual = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"{self.name}: expected hidden states [{', '.join(map(str, expected))}], got {actual}; the first block "
-                "receives the model's hidden states, and its code must pass them on from block to block"
+                f"{self.name}: expected hidden states [{', '.join(map(str, expected))}] as first positional argument, "
+                f"got {actual}; the first block receives the model's hidden states, and its code must pass them on "
+                "from block to block"
             )
         streams = HyperConnectionModule.input_expand(x, config.num_residual_streams) if self.is_first else x
         full_precision = torch.autocast(streams.device.type, enabled=False)

@@ -4,8 +4,8 @@ diptych/plans/optimizer_shares.py defines the shares. Ranks exchange one buffer 
 the shares of a rank are side by side: [ranks, entries of the shares].
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -78,30 +78,80 @@ class DistributedAdamW(torch.optim.Optimizer):
     """AdamW whose ranks each store the state of their share and update it; results equal those of AdamW.
 
     Gradients are whole tensors, of which only the rank's share is read. With ``store_in``, parameters are rounded
-    copies of master weights, of which a rank has its share.
+    copies of master weights, of which a rank has its share. A weight that is overwritten without set_master_weight
+    returns at the next step.
 
     Args:
-        params: as in torch.optim.AdamW.
-        group: the ranks with the same parameters. All call ``step`` with the same parameters in the same order. None:
-            this process alone.
+        params: contiguous parameters, as in torch.optim.AdamW.
+        group: the ranks with the same parameters. All call ``step`` with gradients of the same parameters in the same
+            order. None: this process alone.
         timeout: seconds to wait for the other ranks.
-        defaults: lr, betas, eps and weight_decay, as in torch.optim.AdamW.
+        lr: learning rate.
+        betas: decay rates of both moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+
+    Raises:
+        ValueError: a setting is outside its range, or a group of parameters has one that is not supported.
     """
 
-    def __init__(self, params: Any, group: ProcessGroup | None, timeout: float, **defaults: Any) -> None:
-        super().__init__(params, defaults)
+    def __init__(
+        self,
+        params: Any,
+        group: ProcessGroup | None,
+        timeout: float,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
         self._group = group
         self._timeout = timeout
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as in torch.optim.Optimizer.
+
+        Args:
+            param_group: params, and settings that differ from those of the optimizer.
+
+        Raises:
+            ValueError: as in the constructor.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        unknown = group.keys() - {"params", "param_names", "history_len", *self.defaults}
+        if unknown:
+            raise ValueError(f"param_groups: expected {', '.join(self.defaults)}, got {', '.join(sorted(unknown))}")
+        settings = {name: group[name] for name in self.defaults}
+        torch.optim.AdamW([torch.zeros(())], **settings)  # checks their ranges
+        for parameter in group["params"]:
+            if not parameter.is_contiguous():
+                raise ValueError(
+                    f"params: expected contiguous parameters, of which ranks have shares, got one of shape "
+                    f"{[*parameter.shape]} and strides {parameter.stride()}; store it as parameter.contiguous()"
+                )
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "DistributedAdamW: expected to stay on its rank, got copy.deepcopy or pickle; save its state_dict(), and "
+            "make a new optimizer for the copied parameters"
+        )
 
     @property
     def ranks(self) -> int:
         """Number of ranks that divide the state."""
         return 1 if self._group is None else self._group.size()
 
+    @property
+    def _rank(self) -> int:
+        """Number of this rank among them."""
+        return 0 if self._group is None else dist.get_rank(self._group)
+
     def own_share(self, x: Tensor) -> Tensor:
         """Return the flat share of this rank, a view of a contiguous tensor."""
-        rank = 0 if self._group is None else dist.get_rank(self._group)
-        return x.view(-1)[own_share(x.numel(), self.ranks, rank)]
+        return x.view(-1)[own_share(x.numel(), self.ranks, self._rank)]
 
     @torch.no_grad()
     def store_in(self, dtype: torch.dtype, parameters: Iterable[Tensor]) -> None:
@@ -110,11 +160,22 @@ class DistributedAdamW(torch.optim.Optimizer):
         Updates change the master weights and round again. Gradients stay in the type that the parameters had, in which
         microbatches are summed.
 
+        Copies of the parameters, such as copy.deepcopy of the model, sum their gradients in the narrow type.
+
         Args:
             dtype: new type of the parameters.
-            parameters: parameters without gradients, before their first update.
+            parameters: parameters of this optimizer without gradients, before their first update.
+
+        Raises:
+            ValueError: a parameter has state or a gradient already, or is not one of the optimizer's.
         """
-        for parameter in parameters:
+        own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        for parameter in {id(parameter): parameter for parameter in parameters}.values():
+            if id(parameter) not in own or self.state.get(parameter) or parameter.grad is not None:
+                raise ValueError(
+                    "store_in: expected parameters of this optimizer before their first gradient and update, got one "
+                    f"of shape {[*parameter.shape]} that is not; call store_in once, right after making the optimizer"
+                )
             wide = parameter.dtype
             self.state[parameter]["master_weight"] = self.own_share(parameter.detach()).clone()
             parameter.data = parameter.data.to(dtype)
@@ -128,7 +189,7 @@ class DistributedAdamW(torch.optim.Optimizer):
         """Overwrite this rank's share of the master weights of a parameter that has some; ``value`` is whole."""
         master = self.master_weight(parameter)
         if master is not None:
-            master.copy_(self.own_share(value.to(master.dtype)))
+            master.copy_(self.own_share(value.to(master.dtype).contiguous()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this rank that state_dict returned, in its types.
@@ -136,8 +197,12 @@ class DistributedAdamW(torch.optim.Optimizer):
         PyTorch's method would round master weights and moments to the type of the parameters.
 
         Args:
-            state_dict: of an optimizer of the same ranks and parameters.
+            state_dict: of this rank's optimizer, of as many ranks and the same parameters, after the same store_in.
+
+        Raises:
+            ValueError: the state is that of another rank or number of ranks, or of other master weights.
         """
+        self._check_state(state_dict)
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -145,6 +210,29 @@ class DistributedAdamW(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(number, {}).items():
                 if name != "step":
                     self.state[parameter][name] = value.detach().to(parameter.device, copy=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank, and whose it is."""
+        return super().state_dict() | {"rank": self._rank, "ranks": self.ranks}
+
+    def _check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that a state has the shares of this rank; see load_state_dict."""
+        expected = {"rank": self._rank, "ranks": self.ranks}
+        actual = {name: state_dict.get(name) for name in expected}
+        if actual != expected:
+            raise ValueError(
+                f"state_dict: expected the state of {expected}, whose shares this rank has, got {actual}; save and "
+                "load it on every rank, or use checkpoints of the Trainer, which are whole"
+            )
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=False):
+            has_master = "master_weight" in state_dict["state"].get(number, {})
+            if has_master != (self.master_weight(parameter) is not None):
+                raise ValueError(
+                    f"state_dict: expected {'no ' * has_master}master weights of parameter {number}, as this optimizer "
+                    f"has, got {'some' if has_master else 'none'}; call store_in before save and before load"
+                )
 
     def whole(self, share: Tensor | None, parameter: Tensor) -> Tensor:
         """Return the shares of all ranks as a tensor of the shape of their parameter; every rank calls this.
@@ -171,11 +259,14 @@ class DistributedAdamW(torch.optim.Optimizer):
 
         Raises:
             PipelineError: a rank did not take part in time.
+            ValueError: a gradient is sparse.
         """
         assert closure is None, "a closure would be called on shares"
         changed = []
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in parameters):
+                raise ValueError("step: expected dense gradients, got a sparse one; use Embedding(sparse=False)")
             changed += parameters
             shares = [(p, self._updated(p), self.own_share(p.grad.contiguous())) for p in parameters]
             if "history_len" in group:

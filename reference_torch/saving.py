@@ -168,5 +168,6 @@ def _specs(model: Model) -> dict[str, ParameterSpec]:
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    """Return a copy of a tensor as a numpy array, from the host copy if its layer is offloaded."""
-    return host_value(tensor).detach().cpu().numpy().copy()
+    """Return a copy of a tensor as a numpy array, in at least float32, from the host copy if its layer is offloaded."""
+    value = host_value(tensor).detach().cpu()
+    return (value.float() if value.dtype is torch.bfloat16 else value).numpy().copy()

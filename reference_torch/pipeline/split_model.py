@@ -7,7 +7,7 @@ owns those that it calls, and has no parameters of the others. Names of paramete
 
 import copy
 import copyreg
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn
@@ -115,6 +115,20 @@ def _enclosing(model: nn.Module, cuts: Sequence[str]) -> set[str]:
     return names
 
 
+def _check_one_name(model: nn.Module, enclosing: Collection[str]) -> None:
+    """Check that the code around the cuts has each submodule under one name."""
+    names: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name.rpartition(".")[0] not in enclosing or not name:
+            continue
+        first = names.setdefault(id(module), name)
+        if first != name:
+            raise ValueError(
+                f"model: expected each submodule around the cuts under one name, got {first!r} and {name!r} for the "
+                "same one; register and call it by one name"
+            )
+
+
 class _Tracer:
     """The model with fake parameters, and its traces by structure of the arguments.
 
@@ -127,6 +141,7 @@ class _Tracer:
         self._cuts = cuts
         self.enclosing = _enclosing(model, cuts)
         """Names of the submodules that enclose a cut; "" is the model."""
+        _check_one_name(model, self.enclosing)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with torch.no_grad():
             fakes: dict[int, Any] = {

@@ -1,5 +1,7 @@
 """Which weights may be rounded before a step: those that every layer reads rounded."""
 
+import copy
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -112,3 +114,46 @@ def test_a_users_layer_trains_as_with_float32_weights():
     assert again.grad.dtype is torch.float32
     assert torch.equal(resumed.whole(resumed.master_weight(again), again), plain)
     assert torch.equal(again, plain.bfloat16())
+
+
+def optimizer_of(*parameters: torch.nn.Parameter, **changes: float) -> DistributedAdamW:
+    return DistributedAdamW(parameters, None, 1.0, **{**SETTINGS, **changes})
+
+
+def test_what_an_optimizer_of_shares_cannot_do_is_refused_by_name():
+    weight = torch.nn.Parameter(torch.ones(8, 24))
+    with pytest.raises(TypeError, match="maximize"):
+        optimizer_of(weight, maximize=True)
+    with pytest.raises(ValueError, match="param_groups: expected lr, betas, eps, weight_decay, got amsgrad"):
+        DistributedAdamW([{"params": [weight], "amsgrad": True}], None, 1.0)
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        DistributedAdamW([{"params": [weight], "lr": -1.0}], None, 1.0)
+    with pytest.raises(ValueError, match=r"expected contiguous parameters, .* store it as parameter.contiguous"):
+        optimizer_of(torch.nn.Parameter(torch.ones(8, 24).T))
+    with pytest.raises(TypeError, match=r"save its state_dict\(\)"):
+        copy.deepcopy(optimizer_of(weight))
+    with pytest.raises(TypeError, match=r"save its state_dict\(\)"):
+        pickle.dumps(optimizer_of(weight))
+    embedding = torch.nn.Embedding(4, 8, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="expected dense gradients"):
+        optimizer_of(embedding.weight).step()
+
+
+def test_master_weights_are_made_once_and_loaded_where_they_were_saved():
+    weight = torch.nn.Parameter(torch.full((8, 24), 1.001))
+    optimizer = optimizer_of(weight)
+    before = optimizer.state_dict()
+    optimizer.store_in(torch.bfloat16, [weight, weight])  # tied weights may be listed twice
+    assert optimizer.master_weight(weight).dtype is torch.float32
+    with pytest.raises(ValueError, match="call store_in once"):
+        optimizer.store_in(torch.bfloat16, [weight])
+    with pytest.raises(ValueError, match="expected parameters of this optimizer"):
+        optimizer.store_in(torch.bfloat16, [torch.nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match="expected master weights of parameter 0, as this optimizer has, got none"):
+        optimizer.load_state_dict(before)
+    with pytest.raises(ValueError, match=r"expected the state of .*'ranks': 1\}.* got \{'rank': 1, 'ranks': 2\}"):
+        optimizer.load_state_dict(optimizer.state_dict() | {"rank": 1, "ranks": 2})
+    with pytest.raises(ValueError, match="got \\{'rank': None"):
+        optimizer.load_state_dict(torch.optim.AdamW([weight]).state_dict())
+    assert torch.equal(optimizer.master_weight(weight), torch.full((8 * 24,), 1.001))

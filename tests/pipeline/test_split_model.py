@@ -294,3 +294,17 @@ def test_techniques_name_a_submodule_in_which_a_cut_lies():
 def test_wrong_cuts_are_named(cuts, says):
     with pytest.raises(ValueError, match=says):
         split_model(Skips(), cuts)
+
+
+def test_a_submodule_under_two_names_is_refused():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.last = nn.LayerNorm(8), nn.Linear(8, 8)
+            self.again = self.norm
+
+        def forward(self, x):
+            return self.last(self.again(self.norm(x)))
+
+    with pytest.raises(ValueError, match="got 'norm' and 'again' for the same one"):
+        split_model(Twice(), ["last"])
