@@ -138,7 +138,7 @@ class Trainer:
         return self.offload.stats if self.offload.enabled else None
 
     @property
-    def reports(self) -> bool:
+    def is_main_process(self) -> bool:
         """True on the process that writes files and prints output."""
         return jax.process_index() == 0
 
@@ -268,7 +268,7 @@ class Trainer:
         checkpoint = Checkpoint(self.steps_taken, arrays, self._settings())
         return Path(on_first_rank(lambda: str(write_checkpoint(folder, checkpoint, keep))))
 
-    def begin_with(self, path: Path) -> None:
+    def load_weights(self, path: Path) -> None:
         """Overwrite the initial parameters with the weights of a checkpoint, in the dtype of this run.
 
         Args:

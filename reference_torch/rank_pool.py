@@ -289,6 +289,11 @@ def _serve(
         nonlocal held
         job, name, args = pickle.loads((folder / "job").read_bytes())
         if job == "call":
+            if held is None:
+                raise RuntimeError(
+                    f"call of {name}: expected the object that hold has made, got none, because an error of an earlier "
+                    "job ended its ranks; make it again"
+                )
             return getattr(held, name)(*args)
         module, _, function = name.partition(":")
         value = getattr(importlib.import_module(module), function)(*args)

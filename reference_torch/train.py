@@ -177,7 +177,7 @@ class Trainer:
         return self.offload.stats if self.offload.enabled else None
 
     @property
-    def reports(self) -> bool:
+    def is_main_process(self) -> bool:
         """True on the process that writes files and prints output."""
         return self._groups == ProcessGroups() or dist.get_rank() == 0
 
@@ -305,7 +305,7 @@ class Trainer:
         checkpoint = Checkpoint(self.steps_taken, arrays, self._settings())
         return on_first_rank(lambda: write_checkpoint(folder, checkpoint, keep), self._groups)
 
-    def begin_with(self, path: Path) -> None:
+    def load_weights(self, path: Path) -> None:
         """Overwrite the initial parameters with the weights of a checkpoint, in the dtype of this run.
 
         Args:

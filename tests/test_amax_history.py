@@ -266,14 +266,14 @@ def test_weights_begin_runs_with_other_histories(tmp_path):
         trainer.train_step(0)
         path = trainer.save(tmp_path / backend)
         plain = trainer_of(backend, without)
-        plain.begin_with(path)
+        plain.load_weights(path)
         weights = plain.parameters()
         assert weights.keys() == parameter_specs(without).keys()
         back = initial_weights(weights, with_histories)
         assert back.keys() == parameter_specs(with_histories).keys()
         assert not any(back[name].any() for name in histories(trainer))
         again = trainer_of(backend, with_histories)
-        again.begin_with(path)
+        again.load_weights(path)
         for name, value in histories(trainer).items():
             np.testing.assert_array_equal(again.parameters()[name], value)
 

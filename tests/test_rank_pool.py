@@ -191,6 +191,12 @@ def test_what_others_let_the_fork_server_load_stays(monkeypatch, asked, first):
     assert server._preload_modules == [*first, *rank_pool._preloaded]
 
 
+def test_a_call_without_an_object_names_what_is_missing():
+    """As after an error, which ends the ranks."""
+    with RankPool(1) as pool, pytest.raises(Exception, match="expected the object that hold has made, got none"):
+        pool.call("train_step", 0)
+
+
 def test_ranks_begin_with_what_the_fork_server_has_loaded():
     """PyTorch's compiler, and what tests/conftest.py names; neither is imported by the job."""
     with RankPool(1) as pool:

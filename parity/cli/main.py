@@ -216,9 +216,9 @@ def _train(command: Train, console: Console) -> int:
     plan = SavePlan(command.save, command.save_interval, command.exit_step, command.resume_if_saved)
     resume = command.resume or (command.resume_if_saved and trainer.any_process(_has_checkpoint(command.save)))
     if command.init is not None and not resume:
-        trainer.begin_with(command.init)
+        trainer.load_weights(command.init)
         source = source_of(command.init)
-        if command.save is not None and source is not None and trainer.reports:
+        if command.save is not None and source is not None and trainer.is_main_process:
             check_unused(command.save, command.resume_if_saved)  # before anything of an earlier run is overwritten
             copy_source(source, command.save / SOURCE)
     run_training(trainer, plan, console, command.log_interval, resume, command.backend)

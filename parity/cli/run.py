@@ -47,7 +47,7 @@ class Trainer(Protocol):
         ...
 
     @property
-    def reports(self) -> bool:
+    def is_main_process(self) -> bool:
         """True if this process writes files and prints."""
         ...
 
@@ -135,7 +135,7 @@ def run_training(
         console.print(f"resumed at step {trainer.resume(plan.folder)} from {plan.folder}", markup=False)
     end = trainer.train_config.train_iters
     stop = min(end, plan.exit_step or end)
-    metrics = Metrics(plan.folder if trainer.reports else None, trainer.steps_taken, backend, end)
+    metrics = Metrics(plan.folder if trainer.is_main_process else None, trainer.steps_taken, backend, end)
     with Interruption() as interruption:
         steps = _steps(trainer, stop, plan, metrics, interruption)
         training_progress(console, steps, stop - trainer.steps_taken, log_interval, _OffloadNote(trainer))
@@ -170,7 +170,7 @@ def _check_folder(trainer: Trainer, plan: SavePlan, resume: bool) -> None:
             check_names(plan.folder)
         if plan.folder is not None and not resume:
             check_unused(plan.folder, plan.overwrites_metrics)
-        if plan.folder is not None and trainer.reports:
+        if plan.folder is not None and trainer.is_main_process:
             read_metrics(plan.folder / METRICS)  # the run rewrites them after it has resumed
     except ValueError as error:
         failure = error

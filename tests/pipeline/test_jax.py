@@ -130,7 +130,7 @@ assert message.count("on rank 0: step 2, checksum ") == message.count("on rank 1
 (folder / "file").touch()
 message = refused(trainer.save, folder / "file")
 assert "expected to write" in message, message
-assert trainer.any_process(trainer.reports) and not trainer.any_process(False)
+assert trainer.any_process(trainer.is_main_process) and not trainer.any_process(False)
 print("equal")
 """
 
