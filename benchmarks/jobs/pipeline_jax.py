@@ -38,11 +38,11 @@ def main() -> None:
     """Measure, and print the results as JSON."""
     jax.config.update("jax_num_cpu_devices", RANKS)
     memory = {
-        **{f"1f1b, keeps {keep}": [step_bytes(m, keep) for m in COUNTS] for keep in ("residuals", "inputs")},
+        **{f"1f1b, keeps {saves}": [step_bytes(m, saves) for m in COUNTS] for saves in ("residuals", "inputs")},
         "gpipe by jax.grad": [differentiated_bytes(m) for m in COUNTS],
     }
     seconds = step_seconds()
-    split = {keep: split_cost(keep) for keep in ("residuals", "inputs")}
+    split = {saves: split_cost(saves) for saves in ("residuals", "inputs")}
     print(json.dumps({"memory": memory, "seconds": seconds, "split": split, "lines": [*lines(memory, seconds, split)]}))
 
 
@@ -55,8 +55,8 @@ def lines(memory: dict, seconds: dict, split: dict):
     fastest = min(seconds.values())
     for name, value in seconds.items():
         yield f"JAX 1f1b, {name}: {value * 1000:.0f} ms a step of 8 microbatches ({value / fastest:.2f})"
-    for keep, ratio in split.items():
-        yield f"(I + W) / B, compiled operations of JAX at D=512, keeping {keep}: {ratio:.3f}"
+    for saves, ratio in split.items():
+        yield f"(I + W) / B, compiled operations of JAX at D=512, keeping {saves}: {ratio:.3f}"
 
 
 def build_step(m: int, **options: Any) -> tuple[Any, StagedParameters, tuple[np.ndarray, np.ndarray]]:
@@ -67,9 +67,9 @@ def build_step(m: int, **options: Any) -> tuple[Any, StagedParameters, tuple[np.
     return step, step.stage_parameters(nnx.split(model, nnx.Param)[1]), (tokens, tokens)
 
 
-def step_bytes(m: int, keep: str) -> int:
+def step_bytes(m: int, saves: str) -> int:
     """Return the temporary bytes of a step of one rank."""
-    step, staged, batch = build_step(m, keep=keep)
+    step, staged, batch = build_step(m, saves=saves)
     return step.lower(staged, *batch).compile().memory_analysis().temp_size_in_bytes
 
 
@@ -84,9 +84,9 @@ def step_seconds() -> dict[str, float]:
     """Return the median seconds of a step of each variant; the variants alternate."""
     variants = {}
     for slots in ("canonical", "fused"):
-        for keep in ("residuals", "inputs"):
-            step, staged, batch = build_step(8, keep=keep, slots=slots)
-            variants[f"{slots} slots, keeps {keep}"] = partial(step, staged, *batch)
+        for saves in ("residuals", "inputs"):
+            step, staged, batch = build_step(8, saves=saves, slots=slots)
+            variants[f"{slots} slots, keeps {saves}"] = partial(step, staged, *batch)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(ROUNDS + 1):
         for name, run in variants.items():
@@ -97,7 +97,7 @@ def step_seconds() -> dict[str, float]:
     return {name: float(np.median(values)) for name, values in times.items()}
 
 
-def split_cost(keep: str) -> float:
+def split_cost(saves: str) -> float:
     """Return the FLOPs of I and W together, relative to B, of a stage at D=512 as XLA counts them."""
     stages = divide_model(GPTModel, WIDE, schedule_for(WIDE, 2), training=True)
     params = nnx.split(GPTModel(undivided(WIDE)), nnx.Param)[1]
@@ -107,7 +107,7 @@ def split_cost(keep: str) -> float:
     task = Task(rank, Batch(tokens, tokens, jnp.zeros(2, jnp.int32), jnp.uint32(0)), jnp.int32(0), jnp.int32(0))
     x = jnp.zeros((2, WIDE.seq_length, WIDE.hidden_size), WIDE.compute_dtype)
     program = stages.programs[0]
-    full, split = (StageAutodiff(stages.programs, task, x, keep, splits) for splits in (False, True))  # pyright: ignore
+    full, split = (StageAutodiff(stages.programs, task, x, saves, splits) for splits in (False, True))  # pyright: ignore
 
     def flops(function: Callable, *arguments: Any) -> float:
         return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]

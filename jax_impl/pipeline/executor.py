@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from diptych.plans.schedule.lockstep import Keep, LockstepTable
+from diptych.plans.schedule.lockstep import LockstepTable, Saves
 from diptych_kernels.mesh_axes import vary
 from jax_impl.offload import MoveCounter, is_on_host
 from jax_impl.pipeline.packing import Packed
@@ -82,7 +82,7 @@ class LockstepResult(NamedTuple):
 def run_lockstep(
     stages: StagePrograms,
     table: LockstepTable,
-    keep: Keep,
+    saves: Saves,
     axes: tuple[str, ...],
     params: StagedParameters,
     batch: Any,
@@ -96,15 +96,15 @@ def run_lockstep(
     Args:
         stages: the stages of the model.
         table: the compiled schedule.
-        keep: the option with which the table was compiled.
+        saves: the option with which the table was compiled.
         axes: axes of the mesh under which this function runs.
         params: parameters of the rank, with the leading axis of layers removed.
         batch: all microbatches, equal on every rank.
         moved: counter of the activations of one forward that are offloaded to the host.
-        stage_state: values of the rank that forwards change; keep must be "residuals", or the schedule forward only.
+        stage_state: values of the rank that forwards change; saves must be "residuals", or the schedule forward only.
     """
     params, batch, stage_state = vary((params, batch, stage_state), axes)
-    execution = _Execution(stages, table, keep, axes, params, batch, moved, stage_state)
+    execution = _Execution(stages, table, saves, axes, params, batch, moved, stage_state)
     rank = lax.axis_index(PIPELINE_AXIS)
     rows = jax.tree.map(lambda column: jnp.asarray(column)[rank], table.rows)
     state = lax.scan(execution.run_slot, execution.start(), rows)[0]
@@ -151,7 +151,7 @@ class _Execution:
         self,
         stages: StagePrograms,
         table: LockstepTable,
-        keep: Keep,
+        saves: Saves,
         axes: tuple[str, ...],
         params: StagedParameters,
         batch: Any,
@@ -173,8 +173,8 @@ class _Execution:
         self._message = vary(stages.message(batch), axes)
         self._gradient = differentiable(self._message)
         task = self._task(jnp.int32(0), jnp.int32(0), stage_state)
-        keep = "inputs" if self._forward_only else keep
-        self._autodiff = StageAutodiff(stages.programs, task, self._message, keep, self._splits)
+        saves = "inputs" if self._forward_only else saves
+        self._autodiff = StageAutodiff(stages.programs, task, self._message, saves, self._splits)
         self._likes = {
             "output": _likes(self._message),
             "input_gradient": _likes(self._gradient),

@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from diptych.plans.schedule.actions import Schedule
-from diptych.plans.schedule.lockstep import KEEPS, Keep, compile_lockstep
+from diptych.plans.schedule.lockstep import SAVES, Saves, compile_lockstep
 from diptych.plans.schedule.named import forwards_of, schedule_of_stages
 from jax_impl.offload import MoveCounter
 from jax_impl.pipeline.backends import BACKENDS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
@@ -71,7 +71,7 @@ class PipelineExecutor:
         shared_parameters: parameters that several stages share, such as a tied embedding, each as a dict from stage to
             dotted name. They are equal on every rank, and their gradients are summed. None: variables that nnx modules
             share, nothing for functions.
-        keep: values that a stage saves for backward: its "inputs" (backward replays the stage) or the "residuals" of
+        saves: values that a stage saves for backward: its "inputs" (backward replays the stage) or the "residuals" of
             its derivative; jax.checkpoint within a stage decides which these are.
         slots: "canonical" or "fused"; see make_pipeline_step.
         backend: "shard_map" or "pmap", which run the same function.
@@ -91,17 +91,17 @@ class PipelineExecutor:
         mesh: Mesh | None = None,
         loss_reduction: str = "mean",
         shared_parameters: Sequence[Mapping[int, str]] | None = None,
-        keep: str = "residuals",
+        saves: str = "residuals",
         slots: str = "canonical",
         backend: str = "shard_map",
     ) -> None:
-        _check_options(loss_reduction, keep, slots, backend)
+        _check_options(loss_reduction, saves, slots, backend)
         self._users = _user_stages(stages, parameters)
         self._modules = [stage for stage in stages if isinstance(stage, nnx.Module)]
         self.mesh = _mesh(mesh, len(stages), backend)
         self.schedule = schedule_of_stages(schedule, self.mesh.shape[PIPELINE_AXIS], len(stages), num_microbatches)
         ranks = [self.schedule.rank_of(n) for n in range(len(stages))]
-        self._keep: Keep = cast("Keep", keep)
+        self._saves: Saves = cast("Saves", saves)
         self._fused = slots == "fused"
         self._backend = backend
         self._loss_fn = loss_fn
@@ -358,11 +358,11 @@ class PipelineExecutor:
         )
         if kind == "step" and stages.changed_state:
             self._check_state(stages.changed_state, has_state)
-        keep = self._keep if kind == "step" else "inputs"
-        table = compile_lockstep(schedule, self._fused and kind == "step", keep)
+        saves = self._saves if kind == "step" else "inputs"
+        table = compile_lockstep(schedule, self._fused and kind == "step", saves)
         axes = tuple(self.mesh.axis_names)
         params = StagedParameters(packed, params.ends)
-        result = run_lockstep(stages, table, keep, axes, params, batch, MoveCounter(), state)
+        result = run_lockstep(stages, table, saves, axes, params, batch, MoveCounter(), state)
         state = result.stage_state
         gradients = result.gradients
         if DATA_AXIS in axes:
@@ -378,10 +378,10 @@ class PipelineExecutor:
                 f"state: expected pipeline.initial_state() or the state of the previous step, since {who}, got None; "
                 "pass initial_state() to the first step, then the state that each step returns"
             )
-        if self._keep == "inputs":
+        if self._saves == "inputs":
             raise ValueError(
-                f"keep: expected 'residuals', since {who} and backward would replay the stages with the changed "
-                "values, got 'inputs'; leave keep out"
+                f"saves: expected 'residuals', since {who} and backward would replay the stages with the changed "
+                "values, got 'inputs'; leave saves out"
             )
 
 
@@ -551,11 +551,11 @@ def _mesh(mesh: Mesh | None, num_stages: int, backend: str) -> Mesh:
     return mesh
 
 
-def _check_options(loss_reduction: str, keep: str, slots: str, backend: str) -> None:
+def _check_options(loss_reduction: str, saves: str, slots: str, backend: str) -> None:
     """Raise a ValueError if an option is unknown."""
     options = (
         ("loss_reduction", loss_reduction, ("mean", "sum")),
-        ("keep", keep, KEEPS),
+        ("saves", saves, SAVES),
         ("slots", slots, SLOTS),
         ("backend", backend, BACKENDS),
     )

@@ -1,6 +1,6 @@
 """Values that a stage saves for backward, and the backward from these values.
 
-With keep="inputs", a stage saves only its input, and backward replays the stage. With keep="residuals", it saves the
+With saves="inputs", a stage saves only its input, and backward replays the stage. With saves="residuals", it saves the
 residuals of jax.vjp that the recompute settings leave, and replays only what these settings require.
 
 The residuals are stored in slots. A pull-back of JAX is a tree whose leaves are arrays. Leaves computed from parameters
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from diptych.plans.model.values import LAYER_INPUT
-from diptych.plans.schedule.lockstep import Keep
+from diptych.plans.schedule.lockstep import Saves
 from jax_impl.linear_products import LinearTap, LinearTaps
 from jax_impl.offload import is_on_host
 from jax_impl.pipeline.deferred_products import DeferredProducts
@@ -84,15 +84,15 @@ class StageAutodiff:
         programs: programs of all stages.
         task: task of any stage, for its shapes.
         x: message to any stage, for its shape.
-        keep: see diptych.plans.schedule.lockstep.
+        saves: see diptych.plans.schedule.lockstep.
         split: True if backwards are split into I and W.
     """
 
-    def __init__(self, programs: Sequence[StageProgram], task: Task, x: Any, keep: Keep, split: bool) -> None:
-        self._keep = keep
+    def __init__(self, programs: Sequence[StageProgram], task: Task, x: Any, saves: Saves, split: bool) -> None:
+        self._saves = saves
         self._taps = {program: program.tap_shapes(task, x) if split else {} for program in programs}
         self._residual_leaves = {
-            program: self._find_residuals(program, task, x) if keep == "residuals" else _Leaves([], [])
+            program: self._find_residuals(program, task, x) if saves == "residuals" else _Leaves([], [])
             for program in programs
         }
         self._vectors = _Leaves(
@@ -114,11 +114,11 @@ class StageAutodiff:
     @property
     def skips_last_forward(self) -> bool:
         """True if the last stage needs no forward, because its backward runs it and no other rank waits for it."""
-        return self._keep == "inputs"
+        return self._saves == "inputs"
 
     def forward(self, program: StageProgram, task: Task, x: Any) -> Forward:
         """Return the output (or the loss) of a stage and the values saved for backward."""
-        if self._keep == "inputs":
+        if self._saves == "inputs":
             y, state = program.run(program.select(task), x, task)
             return Forward(y, {}, state)
         y, state, pull_back = self._pull_back(program, task, x)
@@ -137,7 +137,7 @@ class StageAutodiff:
         Args:
             program: program of the stage.
             task: the stage and the microbatch.
-            x: message to the stage; read with keep="inputs".
+            x: message to the stage; read with saves="inputs".
             residuals: values that forward saved.
             gradient: gradient of the output, as differentiable() of it.
         """
@@ -167,7 +167,7 @@ class StageAutodiff:
         It leaves out the gradients of weights that have taps; W computes them from the gradients of the taps.
         """
         y, _, pull_back = self._pull_back(program, task, x)
-        if self._keep == "residuals":
+        if self._saves == "residuals":
             all_leaves = self._residual_leaves[program]
             for leaves, packed in zip(all_leaves, _split_vectors(residuals), strict=True):
                 pull_back = with_leaves(pull_back, leaves, unpack(packed, [leaf.like for leaf in leaves]))
@@ -191,12 +191,12 @@ class StageAutodiff:
         def run(differentiated: dict[str, Array], dx: Any, taps: dict[str, LinearTap]) -> tuple[Any, Any]:
             all_parameters = parameters | differentiated | on_host
             on_device = {name: all_parameters[name] for name in taps if name not in on_host}
-            replays = self._keep == "inputs"
+            replays = self._saves == "inputs"
             with LinearTaps(on_device, taps), program.fetching(differentiated | taps, replays):
                 y, state = program.run(all_parameters, _joined(dx, x), task)
             return differentiable(y), (_without(y, differentiable(y)), state)
 
-        if self._keep == "residuals":
+        if self._saves == "residuals":
             run = program.saving(run)
         y, pull_back, (others, state) = jax.vjp(run, differentiated, differentiable(x), taps, has_aux=True)
         return _joined(y, others), state, pull_back

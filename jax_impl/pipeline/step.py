@@ -19,7 +19,7 @@ from diptych.plans.model.documents import check_document_starts
 from diptych.plans.model.implementation import callback_threads, uses_kernels
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.schedule.actions import Action
-from diptych.plans.schedule.lockstep import KEEPS, Keep, LockstepTable, compile_lockstep
+from diptych.plans.schedule.lockstep import SAVES, LockstepTable, Saves, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
 from jax_impl.offload import MoveCounter
 from jax_impl.pipeline.backends import BACKENDS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
@@ -36,7 +36,7 @@ def make_pipeline_step(
     mesh: Mesh | None = None,
     backend: str = "pmap",
     *,
-    keep: str = "residuals",
+    saves: str = "residuals",
     slots: str = "canonical",
     training: bool = True,
     forward_only: bool = False,
@@ -52,12 +52,12 @@ def make_pipeline_step(
             tensor_model_parallel_size. None: the first devices.
         backend: "pmap" or "shard_map", which place the program on the devices. Both run the same function; only
             shard_map supports parameters on the host.
-        keep: values that a stage saves for backward: its "inputs" (backward replays the stage), or the "residuals" that
-            the recompute settings leave. Residuals take less time even with full recompute, because only the blocks are
+        saves: values that a stage saves for backward: its "inputs" (backward replays the stage), or the "residuals"
+            that the recompute settings leave. Residuals take less time even with full recompute, because only the blocks are
             replayed.
         slots: "canonical": one action for each slot, in the order of the schedule, with the schedule's number of
             microbatches in flight. "fused": a forward and a backward in one slot, which takes less time but has up to
-            2 p - 1 microbatches in flight instead of p; with keep="inputs" they need hardly more memory.
+            2 p - 1 microbatches in flight instead of p; with saves="inputs" they need hardly more memory.
         training: if True, use dropout.
         forward_only: if True, return losses without gradients.
 
@@ -65,10 +65,10 @@ def make_pipeline_step(
         ValueError: the mesh, the devices or an option is not supported, or JAX has too few threads to interpret kernels
             on this number of devices; the message names the remedy.
     """
-    _check_options(model, config, backend, keep, slots)
+    _check_options(model, config, backend, saves, slots)
     mesh = _mesh(config, mesh, backend)
     _check_threads(config, mesh)
-    return PipelineStep(model, config, mesh, backend, cast("Keep", keep), slots == "fused", training, forward_only)
+    return PipelineStep(model, config, mesh, backend, cast("Saves", saves), slots == "fused", training, forward_only)
 
 
 class PipelineStep:
@@ -80,7 +80,7 @@ class PipelineStep:
         config: TransformerConfig,
         mesh: Mesh,
         backend: str,
-        keep: Keep,
+        saves: Saves,
         fused: bool,
         training: bool,
         forward_only: bool,
@@ -88,7 +88,7 @@ class PipelineStep:
         self.config = config
         self.mesh = mesh
         self.backend = backend
-        self.keep: Keep = keep
+        self.saves: Saves = saves
         self.moved = MoveCounter()
         """Activations of one forward that are offloaded to the host; known once a step has been traced."""
         self._fused = fused
@@ -181,7 +181,7 @@ class PipelineStep:
     def table(self, num_microbatches: int) -> LockstepTable:
         """Return the compiled table for a number of microbatches."""
         schedule = schedule_for(self.config, num_microbatches, self._forward_only)
-        return compile_lockstep(schedule, self._fused, self.keep)
+        return compile_lockstep(schedule, self._fused, self.saves)
 
     def trace(self, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
         """Return the actions of every rank, in the order of the table.
@@ -197,9 +197,9 @@ class PipelineStep:
         self.moved = MoveCounter()
         axes = tuple(self.mesh.axis_names)
         if CONTEXT_AXIS in axes and self.config.cp_exchange == PIPELINED:
-            losses, gradients = run_wavefront(self.stages, self.keep, axes, params, batch, self._forward_only)
+            losses, gradients = run_wavefront(self.stages, self.saves, axes, params, batch, self._forward_only)
         else:
-            losses, gradients = run_lockstep(self.stages, table, self.keep, axes, params, batch, self.moved)[:2]
+            losses, gradients = run_lockstep(self.stages, table, self.saves, axes, params, batch, self.moved)[:2]
         if TENSOR_AXIS in axes:
             losses = lax.pmean(losses, TENSOR_AXIS)  # all tensor-parallel ranks have the same losses
         gradients = self.stages.sum_over_tensor_parallel(gradients)
@@ -331,9 +331,9 @@ def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
         )
 
 
-def _check_options(model: nnx.Module, config: TransformerConfig, backend: str, keep: str, slots: str) -> None:
+def _check_options(model: nnx.Module, config: TransformerConfig, backend: str, saves: str, slots: str) -> None:
     """Raise a ValueError if an option is unknown or not supported, or the model is not the undivided model."""
-    for name, value, choices in (("backend", backend, BACKENDS), ("slots", slots, SLOTS), ("keep", keep, KEEPS)):
+    for name, value, choices in (("backend", backend, BACKENDS), ("slots", slots, SLOTS), ("saves", saves, SAVES)):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
     if config.enable_tensor_offload and backend == "pmap":
@@ -341,9 +341,9 @@ def _check_options(model: nnx.Module, config: TransformerConfig, backend: str, k
             "backend: expected 'shard_map' with enable_tensor_offload, got 'pmap', which does not support arrays in "
             "host memory; pass backend='shard_map'"
         )
-    if config.enable_activation_offload and keep == "inputs":
+    if config.enable_activation_offload and saves == "inputs":
         raise ValueError(
-            "keep: expected 'residuals' with enable_activation_offload, got 'inputs', which saves no activations; "
+            "saves: expected 'residuals' with enable_activation_offload, got 'inputs', which saves no activations; "
             "set only one of them"
         )
     state = nnx.split(model, nnx.Param)[1]

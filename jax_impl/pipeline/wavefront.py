@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from diptych.plans.recompute import RecomputeBlock
-from diptych.plans.schedule.lockstep import Keep
+from diptych.plans.schedule.lockstep import Saves
 from diptych_kernels.mesh_axes import vary
 from jax_impl.context_parallel import over_microbatches
 from jax_impl.pipeline.programs import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, StagedParameters
@@ -17,11 +17,11 @@ from jax_impl.recompute import recompute_policy
 
 
 def run_wavefront(
-    stages: Stages, keep: Keep, axes: tuple[str, ...], params: StagedParameters, batch: Batch, forward_only: bool
+    stages: Stages, saves: Saves, axes: tuple[str, ...], params: StagedParameters, batch: Batch, forward_only: bool
 ) -> tuple[Array, StagedParameters]:
     """Return the losses of the microbatches and the gradients of their mean.
 
-    See run_lockstep for the arguments. With forward_only, the gradients have no leaves. With keep "inputs", a slot
+    See run_lockstep for the arguments. With forward_only, the gradients have no leaves. With saves "inputs", a slot
     saves the messages between ranks and is replayed in backward. With "residuals", it saves the values that the
     recompute settings leave.
     """
@@ -36,7 +36,7 @@ def run_wavefront(
             parameters = program.select_parameters(params, nothing)
             return program(parameters, nothing, batch.microbatch(number), nothing)
 
-        return over_microbatches(run, len(batch.tokens), CONTEXT_AXIS, axes, _checkpoint(stages, keep))
+        return over_microbatches(run, len(batch.tokens), CONTEXT_AXIS, axes, _checkpoint(stages, saves))
 
     def mean_of(params: StagedParameters) -> tuple[Array, Array]:
         losses = losses_of(params)
@@ -52,11 +52,11 @@ def run_wavefront(
     return lax.pmean(losses, replica_axes), gradients._replace(ends=ends)
 
 
-def _checkpoint(stages: Stages, keep: Keep) -> Any:
+def _checkpoint(stages: Stages, saves: Saves) -> Any:
     """Return the jax.checkpoint of a slot, or None."""
     (program,) = stages.programs
     checkpoint = partial(jax.checkpoint, prevent_cse=False)  # pyright: ignore[reportPrivateImportUsage]
-    if keep == "inputs":
+    if saves == "inputs":
         return checkpoint
     if program.recomputes:
         return None

@@ -166,8 +166,8 @@ def test_a_step_that_keeps_its_inputs_alone_has_the_same_gradients():
     model = GPTModel(undivided_config(config))
     tokens, targets = np.random.default_rng(5).integers(0, 32, (2, 4, 2, 24)).astype(np.int32)
     found = []
-    for keep in ("residuals", "inputs"):
-        step = make_pipeline_step(model, config, backend="shard_map", keep=keep)
+    for saves in ("residuals", "inputs"):
+        step = make_pipeline_step(model, config, backend="shard_map", saves=saves)
         staged = step.stage_parameters(nnx.split(model, nnx.Param)[1])
         loss, gradients = step(staged, tokens, targets, 3)
         found.append((float(loss), export_parameters(step.join_parameters(gradients))))

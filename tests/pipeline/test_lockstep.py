@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diptych.plans.schedule.actions import Action, Schedule, ScheduleError
-from diptych.plans.schedule.lockstep import FUSED, KEEPS, LockstepTable, compile_lockstep, lockstep_makespan
+from diptych.plans.schedule.lockstep import FUSED, SAVES, LockstepTable, compile_lockstep, lockstep_makespan
 from diptych.plans.schedule.messages import dependencies
 from diptych.plans.schedule.named import NAMES, build_schedule
 from diptych.plans.schedule.simulate import Costs, simulate
@@ -21,8 +21,8 @@ ALTERNATING = st.sampled_from(FUSED).flatmap(sizes)
 class Machine:
     """Runs a table as its columns say: values are the actions that made them, poison where nothing was stored."""
 
-    def __init__(self, table: LockstepTable, keep: str) -> None:
-        self.schedule, self.rows, self.table, self.keep = table.schedule, table.rows, table, keep
+    def __init__(self, table: LockstepTable, saves: str) -> None:
+        self.schedule, self.rows, self.table, self.saves = table.schedule, table.rows, table, saves
         ranks = range(table.schedule.pp_size)
         self.buffers = {name: [["poison"] * (n + 1) for _ in ranks] for name, n in table.buffer_sizes._asdict().items()}
         self.done: dict[Action, int] = {}
@@ -48,7 +48,7 @@ class Machine:
         pulled = self.action("B", rank, row, rows.backward_stage, rows.backward_microbatch)
         if pulled is not None:
             _, stage, microbatch = pulled
-            if self.keep == "residuals":
+            if self.saves == "residuals":
                 self.expect("residuals", rank, rows.backward_residuals[rank, row], Action("F", stage, microbatch))
             elif stage > 0:
                 self.expect("inputs", rank, rows.backward_input[rank, row], Action("F", stage - 1, microbatch))
@@ -84,15 +84,15 @@ class Machine:
         assert self.buffers[buffer][rank][slot] == value
 
 
-@given(ANY, st.sampled_from(KEEPS), st.booleans())
+@given(ANY, st.sampled_from(SAVES), st.booleans())
 @example(("dualpipe-v", 2, 1, 2), "inputs", False)  # one whole backward among split ones
-def test_canonical_slots_run_the_schedule(arguments, keep, forward_only):
+def test_canonical_slots_run_the_schedule(arguments, saves, forward_only):
     """Each rank's order is the schedule's, and every value read is the one meant: nothing live is overwritten."""
     schedule = build_schedule(*arguments)
     if forward_only:
         forwards = tuple(tuple(a for a in actions if a.kind == "F") for actions in schedule.actions)
         schedule = replace(schedule, actions=forwards, forward_only=True)
-    table = compile_lockstep(schedule, keep=keep)
+    table = compile_lockstep(schedule, saves=saves)
     assert table.actions() == schedule.actions
     rows = table.rows
     weights = (rows.weights_stage, rows.weights_microbatch)
@@ -100,19 +100,19 @@ def test_canonical_slots_run_the_schedule(arguments, keep, forward_only):
     halves = np.all([a == b for a, b in zip(weights, (rows.backward_stage, rows.backward_microbatch), strict=True)], 0)
     busy = (rows.forward_stage >= 0) + 0 + (rows.backward_stage >= 0) + ((rows.weights_stage >= 0) & ~halves)
     assert busy.max() == 1
-    machine = Machine(table, "inputs" if forward_only else keep)
+    machine = Machine(table, "inputs" if forward_only else saves)
     machine.run()
     assert len(machine.done) == sum(map(len, schedule.actions))
 
 
-@given(ALTERNATING, st.sampled_from(KEEPS))
-def test_fused_slots_keep_the_order_of_each_kind(arguments, keep):
+@given(ALTERNATING, st.sampled_from(SAVES))
+def test_fused_slots_keep_the_order_of_each_kind(arguments, saves):
     schedule = build_schedule(*arguments)
-    table = compile_lockstep(schedule, fused=True, keep=keep)
+    table = compile_lockstep(schedule, fused=True, saves=saves)
     for kind in "FB":
         for ours, theirs in zip(table.actions(), schedule.actions, strict=True):
             assert [a for a in ours if a.kind == kind] == [a for a in theirs if a.kind == kind]
-    machine = Machine(table, keep)
+    machine = Machine(table, saves)
     machine.run()
     assert len(machine.done) == sum(map(len, schedule.actions))
 
@@ -122,10 +122,10 @@ def test_slots_are_no_more_than_what_is_in_flight(arguments):
     """Residuals: as many slots as microbatches in flight at most. Inputs: these, and what waits for its forward."""
     schedule = build_schedule(*arguments)
     most = max(simulate(schedule).peak_in_flight)
-    assert compile_lockstep(schedule, keep="residuals").buffer_sizes.residuals == (
+    assert compile_lockstep(schedule, saves="residuals").buffer_sizes.residuals == (
         most if not schedule.splits_backward else first_half_in_flight(schedule)
     )
-    assert compile_lockstep(schedule, keep="inputs").buffer_sizes.inputs <= most + schedule.stages_per_rank
+    assert compile_lockstep(schedule, saves="inputs").buffer_sizes.inputs <= most + schedule.stages_per_rank
 
 
 def first_half_in_flight(schedule: Schedule) -> int:
@@ -138,10 +138,12 @@ def first_half_in_flight(schedule: Schedule) -> int:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_buffers_do_not_grow_with_the_number_of_microbatches(name):
     assert (
-        len({compile_lockstep(build_schedule(name, 4, m), keep=keep).buffer_sizes for m in (8, 64) for keep in KEEPS})
+        len(
+            {compile_lockstep(build_schedule(name, 4, m), saves=saves).buffer_sizes for m in (8, 64) for saves in SAVES}
+        )
         == 2
     )
-    grows = [compile_lockstep(build_schedule("gpipe", 4, m), keep="residuals").buffer_sizes.residuals for m in (8, 64)]
+    grows = [compile_lockstep(build_schedule("gpipe", 4, m), saves="residuals").buffer_sizes.residuals for m in (8, 64)]
     assert grows == [8, 64]
 
 
@@ -150,7 +152,7 @@ def test_number_of_slots(m, p):
     """1F1B: canonical 2 m + 2 (p - 1), fused m + 2 (p - 1), with min(m, 2 p - 1) in flight."""
     schedule = build_schedule("1f1b", p, m)
     assert compile_lockstep(schedule).count == 2 * m + 2 * (p - 1)
-    fused = compile_lockstep(schedule, fused=True, keep="residuals")
+    fused = compile_lockstep(schedule, fused=True, saves="residuals")
     assert fused.count == m + 2 * (p - 1)
     assert fused.buffer_sizes.residuals == min(m, 2 * p - 1)
 
@@ -222,8 +224,8 @@ def test_what_cannot_be_compiled_is_refused():
     for name in ("gpipe", "zb-h1"):
         with pytest.raises(ValueError, match=f"fused: expected False with schedule '{name}' .*, got True"):
             compile_lockstep(build_schedule(name, 2, 4), fused=True)
-    with pytest.raises(ValueError, match=r"keep: expected one of \('inputs', 'residuals'\), got 'all'"):
-        compile_lockstep(build_schedule("1f1b", 2, 4), keep="all")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"saves: expected one of \('inputs', 'residuals'\), got 'all'"):
+        compile_lockstep(build_schedule("1f1b", 2, 4), saves="all")  # pyright: ignore[reportArgumentType]
     schedule = build_schedule("1f1b", 2, 2)
     with pytest.raises(ScheduleError, match="rank 0, 0B0: expected once, got none"):
         compile_lockstep(replace(schedule, actions=(schedule.actions[0][:1], schedule.actions[1])))

@@ -23,8 +23,8 @@ from diptych.plans.schedule.messages import needed_by
 from diptych.plans.schedule.simulate import Costs
 from diptych.plans.schedule.validate import validate_schedule
 
-Keep = Literal["inputs", "residuals"]
-KEEPS = ("inputs", "residuals")
+Saves = Literal["inputs", "residuals"]
+SAVES = ("inputs", "residuals")
 FUSED = ("none", "1f1b", "interleaved")
 """Schedules that support fused slots, because their forwards and backwards alternate."""
 
@@ -122,23 +122,23 @@ class LockstepTable:
         )
 
 
-def compile_lockstep(schedule: Schedule, fused: bool = False, keep: Keep = "inputs") -> LockstepTable:
+def compile_lockstep(schedule: Schedule, fused: bool = False, saves: Saves = "inputs") -> LockstepTable:
     """Compile a schedule to its lock-step table.
 
     Args:
         schedule: any valid schedule.
         fused: run a forward and a backward per slot, in an order with more warm-up forwards.
-        keep: values that wait from F to B: the stage's ``"inputs"``, or the ``"residuals"`` that F saves for backward.
+        saves: values that wait from F to B: the stage's ``"inputs"``, or the ``"residuals"`` that F saves for backward.
 
     Raises:
-        ValueError: the schedule is invalid or does not support fused slots, or keep is unknown.
+        ValueError: the schedule is invalid or does not support fused slots, or saves is unknown.
     """
-    if keep not in KEEPS:
-        raise ValueError(f"keep: expected one of {KEEPS}, got {keep!r}")
+    if saves not in SAVES:
+        raise ValueError(f"saves: expected one of {SAVES}, got {saves!r}")
     validate_schedule(schedule)
     fused = fused and not schedule.forward_only
     times = _times(schedule, fused)
-    lifetimes = _lifetimes(schedule, times, keep)
+    lifetimes = _lifetimes(schedule, times, saves)
     entries = [{name: _allocate(intervals) for name, intervals in rank.items()} for rank in lifetimes]
     sizes = BufferSizes(*(max(len(set(rank[name].values())) for rank in entries) for name in BufferSizes._fields))
     return LockstepTable(schedule, _fill(schedule, times, entries, sizes), sizes, _shifts(schedule), fused)
@@ -229,7 +229,7 @@ Interval = tuple[int, int, tuple[int, int]]
 """First and last slot of a value's lifetime, and the value's stage and microbatch."""
 
 
-def _lifetimes(schedule: Schedule, times: dict[Action, int], keep: Keep) -> list[dict[str, list[Interval]]]:
+def _lifetimes(schedule: Schedule, times: dict[Action, int], saves: Saves) -> list[dict[str, list[Interval]]]:
     """Return the lifetimes of all values, by rank and buffer."""
     lifetimes: list[dict[str, list[Interval]]] = [{name: [] for name in BufferSizes._fields} for _ in schedule.actions]
     for action, slot in times.items():
@@ -240,8 +240,8 @@ def _lifetimes(schedule: Schedule, times: dict[Action, int], keep: Keep) -> list
         backward_slot = times.get(backward, slot)
         if kind == "F" and stage > 0:
             arrival = times[Action("F", stage - 1, microbatch)] + 1
-            on_rank["inputs"].append((arrival, backward_slot if keep == "inputs" else slot, value))
-        if kind == "F" and keep == "residuals" and not schedule.forward_only:
+            on_rank["inputs"].append((arrival, backward_slot if saves == "inputs" else slot, value))
+        if kind == "F" and saves == "residuals" and not schedule.forward_only:
             on_rank["residuals"].append((slot, backward_slot, value))
         if action == backward and stage + 1 < schedule.num_stages:
             on_rank["gradients"].append((times[schedule.backward_of(stage + 1, microbatch)] + 1, slot, value))

@@ -45,7 +45,7 @@ class Program:
     """Key of LOSSES."""
     loss_reduction: str
     replicas: int
-    keep: str
+    saves: str
     slots: str
     backend: str
     is_jitted: bool
@@ -224,7 +224,7 @@ def _pipelined(p: Program, inputs: Any, targets: Any) -> dict[str, Any]:
     """Return the results of the pipeline."""
     devices = np.array(jax.devices()[: p.ranks * p.replicas])
     mesh = Mesh(devices.reshape(p.replicas, p.ranks), ("dp", "pp")) if p.replicas > 1 else Mesh(devices, ("pp",))
-    options = {"loss_reduction": p.loss_reduction, "keep": p.keep, "slots": p.slots, "backend": p.backend}
+    options = {"loss_reduction": p.loss_reduction, "saves": p.saves, "slots": p.slots, "backend": p.backend}
     if p.kind == "functions":
         stages, parameters = _functions(p)
         options |= {"parameters": parameters}

@@ -62,7 +62,7 @@ def draw(rng: np.random.Generator) -> Program:
         loss=_choice(rng, [*LOSSES, "squares", "squares"]),
         loss_reduction=_choice(rng, ["mean", "mean", "sum"]),
         replicas=2 if ranks == 2 and rng.random() < 0.25 else 1,
-        keep=_choice(rng, ["residuals", "residuals", "inputs"]),
+        saves=_choice(rng, ["residuals", "residuals", "inputs"]),
         slots=_choice(rng, ["canonical", "canonical", "fused"]),
         backend=_choice(rng, ["shard_map", "shard_map", "pmap"]),
         is_jitted=bool(does == "step" and rng.random() < 0.3),
@@ -92,7 +92,7 @@ def _with_limits(rng: np.random.Generator, p: Program) -> Program:
     if p.schedule not in FUSED and rng.random() < 0.9:
         p = replace(p, slots="canonical")
     if _is_stateful(p) and rng.random() < 0.9:
-        p = replace(p, keep="residuals")
+        p = replace(p, saves="residuals")
     if p.kind == "functions" and rng.random() < 0.3:
         widths = [(spec.width, 4 if n == 0 else p.stages[n - 1].width) for n, spec in enumerate(p.stages)]
         equal = [n for n, shape in enumerate(widths) if shape == widths[-1] and (n or p.inputs != "tokens")]
@@ -121,7 +121,7 @@ def features(p: Program) -> Iterator[str]:
         "replicas": p.replicas > 1,
         "jit": p.is_jitted,
         "fused": p.slots == "fused",
-        "inputs kept": p.keep == "inputs",
+        "inputs kept": p.saves == "inputs",
         "split backward": p.schedule in SPLIT,
         "equal stages": len({*p.stages}) < len(p.stages),
         "one rank": p.ranks == 1,

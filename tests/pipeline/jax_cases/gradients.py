@@ -78,9 +78,9 @@ SLOW = {
     "interleaved, fused": lambda: check(
         replace(DROPPED, **TWICE_TWO, microbatch_group_size_per_vp_stage=3), 5, backend="shard_map", slots="fused"
     ),
-    "gpipe, inputs kept": lambda: check(replace(DROPPED, **FOUR, pipeline_schedule="gpipe"), 5, keep="inputs"),
+    "gpipe, inputs kept": lambda: check(replace(DROPPED, **FOUR, pipeline_schedule="gpipe"), 5, saves="inputs"),
     "delta rule, zero bubble, inputs kept": lambda: check(
-        replace(HYBRID, **FOUR, pipeline_schedule="zb-h1"), 5, keep="inputs"
+        replace(HYBRID, **FOUR, pipeline_schedule="zb-h1"), 5, saves="inputs"
     ),
     "delta rule, zero bubble": lambda: check(
         replace(HYBRID, **FOUR, pipeline_schedule="zb-h1"), 5, backend="shard_map"
@@ -88,9 +88,9 @@ SLOW = {
     "one rank": lambda: check(DROPPED, 3),
     "fewer microbatches than ranks": lambda: check(replace(DROPPED, **FOUR), 2, slots="fused"),
     "interleaved-zb1p": lambda: check(replace(DROPPED, **TWICE_TWO, pipeline_schedule="interleaved-zb1p"), 6),
-    "interleaved": lambda: check(replace(DROPPED, **TWICE_TWO), 6, keep="inputs"),
+    "interleaved": lambda: check(replace(DROPPED, **TWICE_TWO), 6, saves="inputs"),
     "hyper-connections, zero bubble, inputs kept": lambda: check(
-        replace(HYPER, pipeline_model_parallel_size=2, pipeline_schedule="zb-h1"), 3, keep="inputs"
+        replace(HYPER, pipeline_model_parallel_size=2, pipeline_schedule="zb-h1"), 3, saves="inputs"
     ),
     "hyper-connections, empty ends": lambda: check(
         replace(HYPER, pipeline_model_parallel_size=4, pipeline_model_parallel_layout="E|t|t|L"), 3
@@ -107,7 +107,7 @@ SLOW = {
         ),
         3,
     ),
-    "zb-h2, inputs kept": lambda: check(replace(DROPPED, **FOUR, pipeline_schedule="zb-h2"), 8, keep="inputs"),
+    "zb-h2, inputs kept": lambda: check(replace(DROPPED, **FOUR, pipeline_schedule="zb-h2"), 8, saves="inputs"),
     "zb-v, hyper-connections": lambda: check(
         replace(
             HYPER,
@@ -147,10 +147,10 @@ SLOW = {
         b=4,
         mesh=Mesh(devices(2, 4), ("pp", "dp")),
         backend="shard_map",
-        keep="inputs",
+        saves="inputs",
     ),
     "dualpipe-v, inputs kept": lambda: check(
-        replace(DROPPED, **TWICE_TWO, pipeline_schedule="dualpipe-v"), 5, keep="inputs"
+        replace(DROPPED, **TWICE_TWO, pipeline_schedule="dualpipe-v"), 5, saves="inputs"
     ),
     "data parallel, interleaved": lambda: check(
         replace(DROPPED, **TWICE_TWO), 4, b=4, mesh=Mesh(devices(2, 4), ("pp", "dp")), backend="shard_map"
@@ -198,30 +198,30 @@ def any_case(draw) -> tuple[TransformerConfig, int, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("keep", ["inputs", "residuals"])
+@pytest.mark.parametrize("saves", ["inputs", "residuals"])
 @pytest.mark.parametrize("backend", ["pmap", "shard_map"])
-def test_any_schedule_over_any_split_computes_what_one_device_does(backend, keep):
+def test_any_schedule_over_any_split_computes_what_one_device_does(backend, saves):
     """The schedules themselves are all in SLOW."""
 
     @settings(max_examples=3, phases=(Phase.explicit, Phase.generate))
     @given(any_case())
     def compute(case):
         config, m, slots = case
-        check(config, m, slots=slots, backend=backend, keep=keep)
+        check(config, m, slots=slots, backend=backend, saves=saves)
 
     compute()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", ["inputs", "residuals"])
+@pytest.mark.parametrize("saves", ["inputs", "residuals"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_mixed_precision(schedule, keep):
+def test_mixed_precision(schedule, saves):
     """As far from float32 as the undivided model in bfloat16 is, over all gradients together."""
     wide = replace(PLAIN, params_dtype="float32", num_layers=4)
     config = replace(wide, bf16=True, pipeline_model_parallel_size=2, pipeline_schedule=schedule)
     losses, exact = reference(wide, 4)
     theirs = reference(undivided(config), 4)[1]
-    loss, ours, _ = run_step(config, 4, keep=keep)
+    loss, ours, _ = run_step(config, 4, saves=saves)
     assert all(gradient.dtype == np.float32 for gradient in ours)
     far, undivided_far = (
         relative_difference(*(np.concatenate([g.ravel() for g in side]) for side in (gradients, exact)))

@@ -33,9 +33,9 @@ def compilable(config: TransformerConfig, m: int, **options):
     return step, step.stage_parameters(nnx.split(model, nnx.Param)[1]), batch_of(m)
 
 
-@pytest.mark.parametrize("keep", [pytest.param("inputs", marks=pytest.mark.slow), "residuals"])
-def test_memory_does_not_grow_with_the_number_of_microbatches(keep):
-    few, many = (temporary_bytes(SMALL_HALVES, m, keep=keep) for m in (8, 64))
+@pytest.mark.parametrize("saves", [pytest.param("inputs", marks=pytest.mark.slow), "residuals"])
+def test_memory_does_not_grow_with_the_number_of_microbatches(saves):
+    few, many = (temporary_bytes(SMALL_HALVES, m, saves=saves) for m in (8, 64))
     assert many < 1.01 * few + batch_bytes(64)
 
 
@@ -68,8 +68,8 @@ def test_memory_of_differentiated_forwards_grows():
 
 
 @pytest.mark.usefixtures("compiled_well")
-@pytest.mark.parametrize("keep", [pytest.param("inputs", marks=pytest.mark.slow), "residuals"])
-def test_split_backward_does_no_work_twice(keep):
+@pytest.mark.parametrize("saves", [pytest.param("inputs", marks=pytest.mark.slow), "residuals"])
+def test_split_backward_does_no_work_twice(saves):
     """I and W together cost B, and W no more than F; B costs two F, and one more where the stage is run again."""
     config = TransformerConfig(
         hidden_size=512,
@@ -82,7 +82,7 @@ def test_split_backward_does_no_work_twice(keep):
     )
     programs, task, x = stage_of(config)
     program = programs[0]
-    whole, split = (StageAutodiff((program,), task, x, keep, splits) for splits in (False, True))
+    whole, split = (StageAutodiff((program,), task, x, saves, splits) for splits in (False, True))
     zeros = partial(jax.tree.map, lambda like: jnp.zeros(like.shape, like.dtype))
 
     def flops(function, *arguments) -> float:
@@ -98,7 +98,7 @@ def test_split_backward_does_no_work_twice(keep):
     weights = flops(partial(split.weight_gradients, program, task), zeros(split.weight_operand_shapes))
     assert inputs + weights <= 1.05 * both
     assert weights <= forward
-    assert both <= (3.1 if keep == "inputs" else 2.1) * forward
+    assert both <= (3.1 if saves == "inputs" else 2.1) * forward
 
 
 def test_residuals_are_the_named_values_alone():

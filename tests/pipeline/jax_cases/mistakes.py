@@ -19,8 +19,8 @@ def test_step_refuses_what_does_not_fit():
     make = partial(make_pipeline_step, model, config)
     with pytest.raises(ValueError, match=r"backend: expected one of \('pmap', 'shard_map'\), got 'pjit'"):
         make(backend="pjit")
-    with pytest.raises(ValueError, match=r"keep: expected one of \('inputs', 'residuals'\), got 'all'"):
-        make(keep="all")
+    with pytest.raises(ValueError, match=r"saves: expected one of \('inputs', 'residuals'\), got 'all'"):
+        make(saves="all")
     with pytest.raises(ValueError, match=r"slots: expected one of \('canonical', 'fused'\), got 'loose'"):
         make(slots="loose")
     with pytest.raises(ValueError, match=r"fused: expected False with schedule 'gpipe'"):

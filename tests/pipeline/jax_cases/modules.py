@@ -94,16 +94,16 @@ def assert_equal(found, expected, tolerance: float = 1e-13):
     [
         ("1f1b", 4, {}),
         ("zb-v", 2, {"backend": "pmap"}),
-        pytest.param("1f1b", 4, {"keep": "inputs", "backend": "pmap"}, marks=pytest.mark.slow),
+        pytest.param("1f1b", 4, {"saves": "inputs", "backend": "pmap"}, marks=pytest.mark.slow),
         pytest.param("1f1b", 4, {"slots": "fused"}, marks=pytest.mark.slow),
         pytest.param("gpipe", 4, {}, marks=pytest.mark.slow),
-        pytest.param("zb-h1", 4, {"keep": "inputs"}, marks=pytest.mark.slow),
+        pytest.param("zb-h1", 4, {"saves": "inputs"}, marks=pytest.mark.slow),
         pytest.param("zb-h2", 4, {}, marks=pytest.mark.slow),
         pytest.param("interleaved", 2, {}, marks=pytest.mark.slow),
         pytest.param("interleaved-zb1p", 2, {"backend": "pmap"}, marks=pytest.mark.slow),
         pytest.param("v-half", 2, {}, marks=pytest.mark.slow),
         pytest.param("v-min", 2, {}, marks=pytest.mark.slow),
-        pytest.param("dualpipe-v", 2, {"keep": "inputs"}, marks=pytest.mark.slow),
+        pytest.param("dualpipe-v", 2, {"saves": "inputs"}, marks=pytest.mark.slow),
         pytest.param("none", 1, {}, marks=pytest.mark.slow),
     ],
 )
@@ -300,7 +300,7 @@ def test_split_schedules_of_what_is_equal_on_all_replicas(schedule):
     stages = [stage] * len(parameters)
     x, y = RANDOM.normal(size=(2, M, 4, 5, 3))
     pipeline = PipelineExecutor(
-        stages, schedule, M, square, parameters=parameters, keep="inputs", mesh=mesh_of(dp=2, pp=2)
+        stages, schedule, M, square, parameters=parameters, saves="inputs", mesh=mesh_of(dp=2, pp=2)
     )
     losses, gradients = pipeline.step(pipeline.stage_parameters(parameters), x, y)
 
@@ -343,12 +343,12 @@ def test_state_must_be_given_and_saved():
     with pytest.raises(ValueError, match=r"state: expected pipeline.initial_state\(\) .* stages 0, 1 change variables"):
         pipeline.step(pipeline.stage_parameters(), x, y)
     assert pipeline.evaluate(pipeline.stage_parameters(), x, y).shape == (M,)
-    replayed = PipelineExecutor(blocks, "1f1b", M, square, keep="inputs")
-    with pytest.raises(ValueError, match=r"keep: expected 'residuals', since stages 0, 1 change variables"):
+    replayed = PipelineExecutor(blocks, "1f1b", M, square, saves="inputs")
+    with pytest.raises(ValueError, match=r"saves: expected 'residuals', since stages 0, 1 change variables"):
         replayed.step(replayed.stage_parameters(), x, y, replayed.initial_state())
     for block in blocks:
         block.eval()  # constants, such as Block.scale, may stay
-    constant = PipelineExecutor(blocks, "1f1b", M, square, keep="inputs")
+    constant = PipelineExecutor(blocks, "1f1b", M, square, saves="inputs")
     losses, _ = constant.step(constant.stage_parameters(), x, y)
     assert losses.shape == (M,)
 
@@ -490,7 +490,7 @@ REFUSED = [
         lambda: executor(mesh=mesh_of(dp=2, pp=4), backend="pmap"),
         r"backend: expected 'shard_map' with a mesh .*, got 'pmap'",
     ),
-    (lambda: executor(keep="all"), r"keep: expected one of \('inputs', 'residuals'\), got 'all'"),
+    (lambda: executor(saves="all"), r"saves: expected one of \('inputs', 'residuals'\), got 'all'"),
     (lambda: executor(parameters=PARAMETERS[:3]), r"parameters: expected a list of 4, one pytree for each .*, got 3"),
     (lambda: executor(parameters=None), r"parameters: expected a pytree for each stage, since stages are functions"),
     (
