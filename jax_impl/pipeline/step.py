@@ -53,8 +53,8 @@ def make_pipeline_step(
         backend: "pmap" or "shard_map", which place the program on the devices. Both run the same function; only
             shard_map supports parameters on the host.
         saves: values that a stage saves for backward: its "inputs" (backward replays the stage), or the "residuals"
-            that the recompute settings leave. Residuals take less time even with full recompute, because only the blocks are
-            replayed.
+            that the recompute settings leave. Residuals take less time even with full recompute, because only the
+            blocks are replayed.
         slots: "canonical": one action for each slot, in the order of the schedule, with the schedule's number of
             microbatches in flight. "fused": a forward and a backward in one slot, which takes less time but has up to
             2 p - 1 microbatches in flight instead of p; with saves="inputs" they need hardly more memory.
