@@ -153,7 +153,6 @@ EVERY = {
     "tests/recompute/test_users_code_jax.py::test_gradients_of_values_that_are_equal_for_all_samples": 5,
     "tests/recompute/test_users_code_jax.py::test_a_checkpoint_inside_of_another_operation_still_drops_its_values": 5,
     "tests/kernels/test_kernels.py::test_every_number_of_streams": 3,
-    "tests/kernels/test_launch_times.py::test_no_kernel_of_the_delta_rule_executes_more_than_the_plan_knows": 2,
     "tests/kernels/test_in_models.py::test_jax_transforms": 3,
     "tests/planner/test_budget.py::test_no_layout_of_a_pipeline_within_the_budget_recomputes_less": 5,
     "tests/planner/test_budget.py::test_layers_save_in_8_bits_where_that_is_faster": 5,

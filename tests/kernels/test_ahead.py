@@ -49,7 +49,7 @@ def test_report_in_the_docs_is_what_this_triton_says(used):
     assert found == table(used, codes())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_report_of_the_delta_rule_is_what_this_triton_says():
     """On sm_90 nothing spills; docs/kernels.md says what does on sm_80, and why."""
     import triton

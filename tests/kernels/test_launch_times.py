@@ -171,7 +171,7 @@ def test_the_plan_knows_bytes_of_streams_and_activations(streams, width, dtype):
     assert compared(kernel_work.activation(elements, False, item)) == moved("gelu_forward gelu_backward")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_no_kernel_of_the_delta_rule_executes_more_than_the_plan_knows(per_channel):

@@ -10,22 +10,25 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OLDEST = "3.6.0"
 PLACE = Path(sys.prefix) / f"triton-{OLDEST}"
-TESTS = [
+STREAMS = [
     "tests/kernels/test_ahead.py::test_nothing_spills_at_production_shapes",
     "tests/kernels/test_ahead.py::test_programs_fit_a_multiprocessor",
+    "tests/kernels/test_machine_code.py::test_tensors_move_in_accesses_of_sixteen_bytes",
+]
+DELTA_RULE = [
     "tests/kernels/test_ahead.py::test_report_of_the_delta_rule_is_what_this_triton_says",
     "tests/kernels/test_ahead.py::test_scans_load_matrices_in_wide_pieces",
-    "tests/kernels/test_machine_code.py::test_tensors_move_in_accesses_of_sixteen_bytes",
 ]
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("tests", [STREAMS, pytest.param(DELTA_RULE, marks=pytest.mark.slow)], ids=["streams", "rule"])
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not PLACE.exists(), reason=f"needs make .venv/triton-{OLDEST}")
-def test_machine_code_of_the_oldest_triton():
+def test_machine_code_of_the_oldest_triton(tests):
     paths = [PLACE, ROOT, ROOT / "kernels"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTEST_ADDOPTS": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *tests]
     version = subprocess.run(
         [sys.executable, "-c", "import triton; print(triton.__version__)"],
         capture_output=True,
