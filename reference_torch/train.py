@@ -147,8 +147,8 @@ class Trainer:
             "eps": train.adam_eps,
         }
         if self._is_distributed or has_master_weights(self.config):
-            group, timeout = self._groups.with_same_stages, self.config.pipeline_timeout
-            optimizer = DistributedAdamW(groups, group, timeout, **settings)
+            sharing = self._groups.with_same_stages
+            optimizer = DistributedAdamW(groups, sharing, self.config.pipeline_timeout, **settings)
             narrow = getattr(torch, self.config.compute_dtype)
             optimizer.store_in(narrow, [p for p, dtype in self._stored_dtypes() if dtype != self.config.params_dtype])
             return optimizer

@@ -113,7 +113,8 @@ def _among_equal_parts(config: TransformerConfig, micro_batch_size: int, count: 
             found.append(Traffic(name, "point to point", by_rank, sum(by_rank) * copies))
     found += _context_traffic(rank_config(config), micro_batch_size, count, replicas)
     if copies > 1:
-        shares, updated = [0] * p, [0] * p  # a buffer has a share for every rank, some padded
+        shares = [0] * p  # a buffer has a share for every rank, some padded
+        updated = [0] * p
         for stage in range(stages):
             shares[rank_of(stage)] += padded_share_bytes(config, stage, copies)
             updated[rank_of(stage)] += padded_share_bytes(config, stage, copies, as_stored=True)

@@ -163,7 +163,8 @@ class _Sizes:
 
     def around(self) -> tuple[Work, Work]:
         """Return the work of the framework before the first and after the last kernel."""
-        item, wide = self.shape.item, self.shape.wide
+        item = self.shape.item
+        wide = self.shape.wide
         cast = item + wide if item < wide else 0
         keys = 2 * self.qk / item
         channels = self.g / wide * self.is_kda
