@@ -174,9 +174,7 @@ def test_wrong_models_are_named(add, make):
         add(make(), ["blocks.*.up"])
     reordered = make()
     add(reordered, ["blocks.1"], hidden_size=5)
-    with pytest.raises(
-        ValueError, match=r"states \[B, T, 5\] as first positional argument, got \[2, 5, 8\]"
-    ):
+    with pytest.raises(ValueError, match=r"states \[B, T, 5\] as first positional argument, got \[2, 5, 8\]"):
         reordered(torch.from_numpy(batch()) if add is add_in_torch else jnp.asarray(batch()))
 
 
