@@ -48,7 +48,7 @@ class FLACPContext:
     """Start offsets of the rank's sequences. [n + 1] int32; in JAX [N + 1], padded with the part's end"""
     cu_seqlens_cpu: Any
     """The same offsets as a numpy array; None if they are traced."""
-    is_first_rank: Any
+    """The same offsets as a numpy array; None in JAX, where one program serves all ranks."""
     """True if the rank's first sequence starts on that rank."""
     is_last_rank: Any
     """True if the rank's last sequence ends on that rank."""
