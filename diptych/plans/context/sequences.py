@@ -47,8 +47,8 @@ class FLACPContext:
     cu_seqlens: Any
     """Start offsets of the rank's sequences. [n + 1] int32; in JAX [N + 1], padded with the part's end"""
     cu_seqlens_cpu: Any
-    """The same offsets as a numpy array; None if they are traced."""
     """The same offsets as a numpy array; None in JAX, where one program serves all ranks."""
+    is_first_rank: Any
     """True if the rank's first sequence starts on that rank."""
     is_last_rank: Any
     """True if the rank's last sequence ends on that rank."""
