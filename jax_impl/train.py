@@ -104,10 +104,10 @@ class Trainer:
         if config.model_parallel_size > 1 or mesh is not None:
             shared = config.context_parallel_size * config.tensor_model_parallel_size
             one_axis = (mesh is None or len(mesh.axis_names) == 1) and shared == 1
-            backend = "pmap" if one_axis and not config.enable_tensor_offload else "shard_map"
-            self._pipeline = make_pipeline_step(undivided_model, config, mesh, backend)
+            transform = "pmap" if one_axis and not config.enable_tensor_offload else "shard_map"
+            self._pipeline = make_pipeline_step(undivided_model, config, mesh, transform)
             self._forwards = make_pipeline_step(
-                undivided_model, config, mesh, backend, training=False, forward_only=True
+                undivided_model, config, mesh, transform, training=False, forward_only=True
             )
         self._optimizer = optax.scale_by_adam(train_config.adam_beta1, train_config.adam_beta2, train_config.adam_eps)
         self._params: Parameters = self._staged(params)

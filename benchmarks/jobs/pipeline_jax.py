@@ -75,7 +75,7 @@ def step_bytes(m: int, saves: str) -> int:
 
 def differentiated_bytes(m: int) -> int:
     """Return the temporary bytes if JAX differentiates the forward of the pipeline."""
-    step, staged, batch = build_step(m, backend="shard_map", forward_only=True)
+    step, staged, batch = build_step(m, transform="shard_map", forward_only=True)
     gradient = jax.jit(jax.grad(lambda staged: step(staged, *batch).mean()))
     return gradient.lower(staged).compile().memory_analysis().temp_size_in_bytes
 

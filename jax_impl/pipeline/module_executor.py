@@ -14,7 +14,6 @@ from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.lockstep import SAVES, Saves, compile_lockstep
 from diptych.plans.schedule.named import forwards_of, schedule_of_stages
 from jax_impl.offload import MoveCounter
-from jax_impl.pipeline.backends import BACKENDS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
 from jax_impl.pipeline.executor import run_lockstep
 from jax_impl.pipeline.module_stages import (
     LossFunction,
@@ -28,6 +27,7 @@ from jax_impl.pipeline.module_stages import (
 )
 from jax_impl.pipeline.packed_layout import PackedLayout
 from jax_impl.pipeline.programs import DATA_AXIS, PIPELINE_AXIS, StagedParameters
+from jax_impl.pipeline.transforms import SLOTS, TRANSFORMS, by_pmap, by_shard_map, shardings_of, whole_array
 
 
 class PipelineExecutor:
@@ -74,7 +74,7 @@ class PipelineExecutor:
         saves: values that a stage saves for backward: its "inputs" (backward replays the stage) or the "residuals" of
             its derivative; jax.checkpoint within a stage decides which these are.
         slots: "canonical" or "fused"; see make_pipeline_step.
-        backend: "shard_map" or "pmap", which run the same function.
+        transform: "shard_map" or "pmap", which run the same function.
 
     Raises:
         ValueError: the stages do not match the schedule, the parameters or the devices; the message names the remedy.
@@ -93,17 +93,17 @@ class PipelineExecutor:
         shared_parameters: Sequence[Mapping[int, str]] | None = None,
         saves: str = "residuals",
         slots: str = "canonical",
-        backend: str = "shard_map",
+        transform: str = "shard_map",
     ) -> None:
-        _check_options(loss_reduction, saves, slots, backend)
+        _check_options(loss_reduction, saves, slots, transform)
         self._users = _user_stages(stages, parameters)
         self._modules = [stage for stage in stages if isinstance(stage, nnx.Module)]
-        self.mesh = _mesh(mesh, len(stages), backend)
+        self.mesh = _mesh(mesh, len(stages), transform)
         self.schedule = schedule_of_stages(schedule, self.mesh.shape[PIPELINE_AXIS], len(stages), num_microbatches)
         ranks = [self.schedule.rank_of(n) for n in range(len(stages))]
         self._saves: Saves = cast("Saves", saves)
         self._fused = slots == "fused"
-        self._backend = backend
+        self._transform = transform
         self._loss_fn = loss_fn
         self._loss_scale = None if loss_reduction == "mean" else 1.0
         shared = _found_shared(self._users) if shared_parameters is None else shared_parameters
@@ -334,7 +334,7 @@ class PipelineExecutor:
         def local(params: StagedParameters, batch: Microbatches) -> tuple[Any, StagedParameters]:
             return self._local(kind, has_state, params, batch)
 
-        if self._backend == "pmap":
+        if self._transform == "pmap":
             return by_pmap(local, self.mesh)
         data = PartitionSpec(None, DATA_AXIS) if DATA_AXIS in self.mesh.axis_names else PartitionSpec()
         return by_shard_map(local, self.mesh, data, data if kind == "forward" else PartitionSpec())
@@ -527,7 +527,7 @@ def _shared_indices(users: Sequence[UserStage], shared: Sequence[Mapping[int, st
     return result
 
 
-def _mesh(mesh: Mesh | None, num_stages: int, backend: str) -> Mesh:
+def _mesh(mesh: Mesh | None, num_stages: int, transform: str) -> Mesh:
     """Check a mesh, or create one with a device for each stage."""
     if mesh is None:
         devices = jax.devices()
@@ -543,21 +543,21 @@ def _mesh(mesh: Mesh | None, num_stages: int, backend: str) -> Mesh:
             f"mesh: expected an axis {PIPELINE_AXIS!r}, and besides at most an axis {DATA_AXIS!r}, got "
             f"{dict(mesh.shape)}; rename its axes"
         )
-    if backend == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
+    if transform == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
         raise ValueError(
-            f"backend: expected 'shard_map' with a mesh {dict(mesh.shape)}, got 'pmap', which supports axis "
+            f"transform: expected 'shard_map' with a mesh {dict(mesh.shape)}, got 'pmap', which supports axis "
             f"{PIPELINE_AXIS!r} alone"
         )
     return mesh
 
 
-def _check_options(loss_reduction: str, saves: str, slots: str, backend: str) -> None:
+def _check_options(loss_reduction: str, saves: str, slots: str, transform: str) -> None:
     """Raise a ValueError if an option is unknown."""
     options = (
         ("loss_reduction", loss_reduction, ("mean", "sum")),
         ("saves", saves, SAVES),
         ("slots", slots, SLOTS),
-        ("backend", backend, BACKENDS),
+        ("transform", transform, TRANSFORMS),
     )
     for name, value, choices in options:
         if value not in choices:

@@ -13,8 +13,8 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diptych.plans.optimizer_shares import share_size
-from jax_impl.pipeline.backends import staged_specs, with_rank_axes
 from jax_impl.pipeline.programs import CONTEXT_AXIS, DATA_AXIS, StagedParameters
+from jax_impl.pipeline.transforms import staged_specs, with_rank_axes
 
 
 class OptimizerShares:

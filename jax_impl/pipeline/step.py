@@ -1,4 +1,4 @@
-"""The step of a pipeline on a JAX backend (pmap or shard_map), and the staging and joining of its parameters."""
+"""The step of a pipeline in JAX (pmap or shard_map), and the staging and joining of its parameters."""
 
 import math
 import os
@@ -22,11 +22,11 @@ from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.lockstep import SAVES, LockstepTable, Saves, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
 from jax_impl.offload import MoveCounter
-from jax_impl.pipeline.backends import BACKENDS, SLOTS, by_pmap, by_shard_map, shardings_of, whole_array
 from jax_impl.pipeline.executor import run_lockstep
 from jax_impl.pipeline.optimizer_shares import OptimizerShares
 from jax_impl.pipeline.programs import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, StagedParameters
 from jax_impl.pipeline.stages import Batch, divide_model, names_of
+from jax_impl.pipeline.transforms import SLOTS, TRANSFORMS, by_pmap, by_shard_map, shardings_of, whole_array
 from jax_impl.pipeline.wavefront import run_wavefront
 
 
@@ -34,7 +34,7 @@ def make_pipeline_step(
     model: nnx.Module,
     config: TransformerConfig,
     mesh: Mesh | None = None,
-    backend: str = "pmap",
+    transform: str = "shard_map",
     *,
     saves: str = "residuals",
     slots: str = "canonical",
@@ -50,7 +50,7 @@ def make_pipeline_step(
         mesh: mesh with an axis "pp" of the size of the pipeline. With shard_map it may have an axis "dp", which divides
             the samples of every microbatch, an axis "cp" of size context_parallel_size, and one "tp" of size
             tensor_model_parallel_size. None: the first devices.
-        backend: "pmap" or "shard_map", which place the program on the devices. Both run the same function; only
+        transform: "pmap" or "shard_map", which place the program on the devices. Both run the same function; only
             shard_map supports parameters on the host.
         saves: values that a stage saves for backward: its "inputs" (backward replays the stage), or the "residuals"
             that the recompute settings leave. Residuals take less time even with full recompute, because only the
@@ -65,10 +65,10 @@ def make_pipeline_step(
         ValueError: the mesh, the devices or an option is not supported, or JAX has too few threads to interpret kernels
             on this number of devices; the message names the remedy.
     """
-    _check_options(model, config, backend, saves, slots)
-    mesh = _mesh(config, mesh, backend)
+    _check_options(model, config, transform, saves, slots)
+    mesh = _mesh(config, mesh, transform)
     _check_threads(config, mesh)
-    return PipelineStep(model, config, mesh, backend, cast("Saves", saves), slots == "fused", training, forward_only)
+    return PipelineStep(model, config, mesh, transform, cast("Saves", saves), slots == "fused", training, forward_only)
 
 
 class PipelineStep:
@@ -79,7 +79,7 @@ class PipelineStep:
         model: nnx.Module,
         config: TransformerConfig,
         mesh: Mesh,
-        backend: str,
+        transform: str,
         saves: Saves,
         fused: bool,
         training: bool,
@@ -87,7 +87,7 @@ class PipelineStep:
     ) -> None:
         self.config = config
         self.mesh = mesh
-        self.backend = backend
+        self.transform = transform
         self.saves: Saves = saves
         self.moved = MoveCounter()
         """Activations of one forward that are offloaded to the host; known once a step has been traced."""
@@ -104,7 +104,7 @@ class PipelineStep:
         self.shares = OptimizerShares(mesh)
         """Shares of a distributed optimizer: of the gradients, with use_distributed_optimizer."""
         self.divides_gradients = config.use_distributed_optimizer and self.shares.ranks > 1 and not forward_only
-        self._run = self._by_backend()
+        self._run = self._by_transform()
 
     def __call__(
         self,
@@ -207,9 +207,9 @@ class PipelineStep:
             return losses, self.shares.mean_of_shares(gradients)
         return losses, lax.pmean(gradients, self.shares.axes) if self.shares.axes else gradients
 
-    def _by_backend(self) -> Any:
+    def _by_transform(self) -> Any:
         """Return the function that runs a step on all devices."""
-        if self.backend == "pmap":
+        if self.transform == "pmap":
             return by_pmap(self._local, self.mesh)
         divided = self.shares.specs if self.divides_gradients else None
         return by_shard_map(self._local, self.mesh, _batch_specs(self.mesh), gradient_specs=divided)
@@ -279,7 +279,7 @@ def _batch_specs(mesh: Mesh) -> Batch:
     return Batch(**by_name)
 
 
-def _mesh(config: TransformerConfig, mesh: Mesh | None, backend: str) -> Mesh:
+def _mesh(config: TransformerConfig, mesh: Mesh | None, transform: str) -> Mesh:
     """Check a mesh, or create one over the first devices."""
     p = config.pipeline_model_parallel_size
     cp = config.context_parallel_size
@@ -310,9 +310,9 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, backend: str) -> Mesh:
                 f"mesh: expected an axis {axis!r} of size {name}={size}, got {dict(mesh.shape)}; change the mesh or "
                 f"{name}"
             )
-    if backend == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
+    if transform == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
         raise ValueError(
-            f"mesh: expected axis {PIPELINE_AXIS!r} alone with backend 'pmap', got {dict(mesh.shape)}; use backend "
+            f"mesh: expected axis {PIPELINE_AXIS!r} alone with transform 'pmap', got {dict(mesh.shape)}; use transform "
             "'shard_map'"
         )
     return mesh
@@ -331,15 +331,19 @@ def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
         )
 
 
-def _check_options(model: nnx.Module, config: TransformerConfig, backend: str, saves: str, slots: str) -> None:
+def _check_options(model: nnx.Module, config: TransformerConfig, transform: str, saves: str, slots: str) -> None:
     """Raise a ValueError if an option is unknown or not supported, or the model is not the undivided model."""
-    for name, value, choices in (("backend", backend, BACKENDS), ("slots", slots, SLOTS), ("saves", saves, SAVES)):
+    for name, value, choices in (
+        ("transform", transform, TRANSFORMS),
+        ("slots", slots, SLOTS),
+        ("saves", saves, SAVES),
+    ):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
-    if config.enable_tensor_offload and backend == "pmap":
+    if config.enable_tensor_offload and transform == "pmap":
         raise ValueError(
-            "backend: expected 'shard_map' with enable_tensor_offload, got 'pmap', which does not support arrays in "
-            "host memory; pass backend='shard_map'"
+            "transform: expected 'shard_map' with enable_tensor_offload, got 'pmap', which does not support arrays in "
+            "host memory; pass transform='shard_map'"
         )
     if config.enable_activation_offload and saves == "inputs":
         raise ValueError(

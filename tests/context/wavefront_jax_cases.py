@@ -167,7 +167,7 @@ def test_a_step_that_keeps_its_inputs_alone_has_the_same_gradients():
     tokens, targets = np.random.default_rng(5).integers(0, 32, (2, 4, 2, 24)).astype(np.int32)
     found = []
     for saves in ("residuals", "inputs"):
-        step = make_pipeline_step(model, config, backend="shard_map", saves=saves)
+        step = make_pipeline_step(model, config, transform="shard_map", saves=saves)
         staged = step.stage_parameters(nnx.split(model, nnx.Param)[1])
         loss, gradients = step(staged, tokens, targets, 3)
         found.append((float(loss), export_parameters(step.join_parameters(gradients))))

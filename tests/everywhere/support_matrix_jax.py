@@ -361,7 +361,7 @@ def pipeline_gradients(surroundings: str, x: Array) -> Gradients:
     replicas = 2 if surroundings == "shard_map" else 1
     settings = {
         "mesh": mesh_of(pp=2, dp=replicas) if replicas > 1 else None,
-        "backend": "pmap" if surroundings == "pmap" else "shard_map",
+        "transform": "pmap" if surroundings == "pmap" else "shard_map",
         "loss_reduction": "sum",
     }
     parameters = None

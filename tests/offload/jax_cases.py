@@ -66,7 +66,7 @@ def offloaded(config: TransformerConfig, ahead: int = 1, activations: bool = Fal
 def made(config: TransformerConfig, m: int, mesh: Mesh | None = None, **options):
     """A step, its parameters where they lie between steps, and a batch."""
     model = GPTModel(undivided(config))
-    step = make_pipeline_step(model, config, mesh, backend="shard_map", **options)
+    step = make_pipeline_step(model, config, mesh, transform="shard_map", **options)
     staged = step.stage_parameters(nnx.split(model, nnx.Param)[1])
     placed = OffloadedPipeline(step, staged, m).place(staged)
     tokens, targets = np.random.default_rng(m).integers(0, 128, (2, m, 2, 8)).astype(np.int32)
@@ -358,10 +358,10 @@ def assert_same(moved: Trainer, plain: Trainer) -> None:
 
 def test_what_does_not_go_together_is_refused():
     model = GPTModel(undivided(PLAIN))
-    with pytest.raises(ValueError, match=r"backend: expected 'shard_map' with enable_tensor_offload, got 'pmap'"):
-        make_pipeline_step(model, offloaded(PLAIN))
-    with pytest.raises(ValueError, match=r"keep: expected 'residuals' with enable_activation_offload, got 'inputs'"):
-        make_pipeline_step(model, replace(PLAIN, **MOVED), keep="inputs")
+    with pytest.raises(ValueError, match=r"transform: expected 'shard_map' with enable_tensor_offload, got 'pmap'"):
+        make_pipeline_step(model, offloaded(PLAIN), transform="pmap")
+    with pytest.raises(ValueError, match=r"saves: expected 'residuals' with enable_activation_offload, got 'inputs'"):
+        make_pipeline_step(model, replace(PLAIN, **MOVED), saves="inputs")
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ whole = TransformerConfig(
 )
 model = GPTModel(whole)
 graph, params = nnx.split(model, nnx.Param)
-step = make_pipeline_step(model, replace(whole, pipeline_model_parallel_size=2), backend=sys.argv[3])
+step = make_pipeline_step(model, replace(whole, pipeline_model_parallel_size=2), transform=sys.argv[3])
 tokens, targets = np.random.default_rng(0).integers(0, 11, (2, 2, 2, 8)).astype(np.int32)
 staged = step.stage_parameters(params)
 loss, gradients = step(staged, tokens, targets)
@@ -137,9 +137,9 @@ print("equal")
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["pmap", "shard_map"])
-def test_ranks_may_lie_in_two_processes(backend):
-    in_two_processes(JOIN + STEPS, backend)
+@pytest.mark.parametrize("transform", ["pmap", "shard_map"])
+def test_ranks_may_lie_in_two_processes(transform):
+    in_two_processes(JOIN + STEPS, transform)
 
 
 @pytest.mark.multiprocess

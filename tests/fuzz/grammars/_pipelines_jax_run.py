@@ -224,7 +224,7 @@ def _pipelined(p: Program, inputs: Any, targets: Any) -> dict[str, Any]:
     """Return the results of the pipeline."""
     devices = np.array(jax.devices()[: p.ranks * p.replicas])
     mesh = Mesh(devices.reshape(p.replicas, p.ranks), ("dp", "pp")) if p.replicas > 1 else Mesh(devices, ("pp",))
-    options = {"loss_reduction": p.loss_reduction, "saves": p.saves, "slots": p.slots, "backend": p.backend}
+    options = {"loss_reduction": p.loss_reduction, "saves": p.saves, "slots": p.slots, "transform": p.transform}
     if p.kind == "functions":
         stages, parameters = _functions(p)
         options |= {"parameters": parameters}

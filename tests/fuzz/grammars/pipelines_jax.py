@@ -64,7 +64,7 @@ def draw(rng: np.random.Generator) -> Program:
         replicas=2 if ranks == 2 and rng.random() < 0.25 else 1,
         saves=_choice(rng, ["residuals", "residuals", "inputs"]),
         slots=_choice(rng, ["canonical", "canonical", "fused"]),
-        backend=_choice(rng, ["shard_map", "shard_map", "pmap"]),
+        transform=_choice(rng, ["shard_map", "shard_map", "pmap"]),
         is_jitted=bool(does == "step" and rng.random() < 0.3),
         does=does,
         shares=(),
@@ -84,10 +84,10 @@ def _with_limits(rng: np.random.Generator, p: Program) -> Program:
         p = replace(p, loss="squares")
     if p.replicas > 1:
         loss = "squares" if p.loss == "sum" else p.loss  # losses are means over the replicas
-        p = replace(p, backend="shard_map", loss=loss, stages=tuple(_of_one_sample(spec) for spec in p.stages))
+        p = replace(p, transform="shard_map", loss=loss, stages=tuple(_of_one_sample(spec) for spec in p.stages))
     if p.ranks == 1:
-        p = replace(p, backend="shard_map")
-    if p.backend == "pmap":
+        p = replace(p, transform="shard_map")
+    if p.transform == "pmap":
         p = replace(p, is_jitted=False)
     if p.schedule not in FUSED and rng.random() < 0.9:
         p = replace(p, slots="canonical")
@@ -130,7 +130,7 @@ def features(p: Program) -> Iterator[str]:
         "evaluation mode": p.evaluates_modules,
     }
     yield from (name for name, is_there in names.items() if is_there)
-    yield from {p.kind, p.backend, p.does, p.schedule}
+    yield from {p.kind, p.transform, p.does, p.schedule}
     yield from {name for spec in p.stages for name in spec.operations}
     yield from {spec.output for spec in p.stages[:-1]}
 

@@ -1,4 +1,4 @@
-"""Loss and gradients of the undivided model, whatever the schedule, the split and the backend."""
+"""Loss and gradients of the undivided model, whatever the schedule, the split and the transform."""
 
 import tempfile
 from dataclasses import replace
@@ -36,12 +36,12 @@ from tests.pipeline.test_schedule_file import written_by_torch
 from tests.test_documents import CONFIG, TRAIN, assert_alike, trained
 
 CASES = {
-    "zero bubble": lambda: check(replace(DROPPED, **FOUR, pipeline_schedule="zb-h1"), 5, backend="shard_map"),
+    "zero bubble": lambda: check(replace(DROPPED, **FOUR, pipeline_schedule="zb-h1"), 5, transform="shard_map"),
     "hyper-connections, recompute, data parallel": lambda: check(
         replace(HYPER, pipeline_model_parallel_size=2),
         3,
         mesh=Mesh(devices(2, 2), ("dp", "pp")),
-        backend="shard_map",
+        transform="shard_map",
     ),
     "a table made for its costs, some backwards split": lambda: check(
         replace(DROPPED, **TWICE_TWO, pipeline_schedule_file=read_schedule(made_for_uneven_stages())), 4
@@ -76,14 +76,14 @@ ANY_ORDER = "0F2,0F0,0B2,0F1,0B0,0B1\n1F2,1I2,1F0,1B0,1W2,1F1,1B1"
 
 SLOW = {
     "interleaved, fused": lambda: check(
-        replace(DROPPED, **TWICE_TWO, microbatch_group_size_per_vp_stage=3), 5, backend="shard_map", slots="fused"
+        replace(DROPPED, **TWICE_TWO, microbatch_group_size_per_vp_stage=3), 5, transform="shard_map", slots="fused"
     ),
     "gpipe, inputs kept": lambda: check(replace(DROPPED, **FOUR, pipeline_schedule="gpipe"), 5, saves="inputs"),
     "delta rule, zero bubble, inputs kept": lambda: check(
         replace(HYBRID, **FOUR, pipeline_schedule="zb-h1"), 5, saves="inputs"
     ),
     "delta rule, zero bubble": lambda: check(
-        replace(HYBRID, **FOUR, pipeline_schedule="zb-h1"), 5, backend="shard_map"
+        replace(HYBRID, **FOUR, pipeline_schedule="zb-h1"), 5, transform="shard_map"
     ),
     "one rank": lambda: check(DROPPED, 3),
     "fewer microbatches than ranks": lambda: check(replace(DROPPED, **FOUR), 2, slots="fused"),
@@ -146,14 +146,14 @@ SLOW = {
         4,
         b=4,
         mesh=Mesh(devices(2, 4), ("pp", "dp")),
-        backend="shard_map",
+        transform="shard_map",
         saves="inputs",
     ),
     "dualpipe-v, inputs kept": lambda: check(
         replace(DROPPED, **TWICE_TWO, pipeline_schedule="dualpipe-v"), 5, saves="inputs"
     ),
     "data parallel, interleaved": lambda: check(
-        replace(DROPPED, **TWICE_TWO), 4, b=4, mesh=Mesh(devices(2, 4), ("pp", "dp")), backend="shard_map"
+        replace(DROPPED, **TWICE_TWO), 4, b=4, mesh=Mesh(devices(2, 4), ("pp", "dp")), transform="shard_map"
     ),
 }
 
@@ -199,15 +199,15 @@ def any_case(draw) -> tuple[TransformerConfig, int, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("saves", ["inputs", "residuals"])
-@pytest.mark.parametrize("backend", ["pmap", "shard_map"])
-def test_any_schedule_over_any_split_computes_what_one_device_does(backend, saves):
+@pytest.mark.parametrize("transform", ["pmap", "shard_map"])
+def test_any_schedule_over_any_split_computes_what_one_device_does(transform, saves):
     """The schedules themselves are all in SLOW."""
 
     @settings(max_examples=3, phases=(Phase.explicit, Phase.generate))
     @given(any_case())
     def compute(case):
         config, m, slots = case
-        check(config, m, slots=slots, backend=backend, saves=saves)
+        check(config, m, slots=slots, transform=transform, saves=saves)
 
     compute()
 

@@ -56,7 +56,7 @@ def test_memory_of_differentiated_forwards_grows():
     """The peer: JAX's own gradient of a pipeline of forwards, which is GPipe. Its gradients are ours."""
 
     def differentiated(m: int):
-        step, staged, batch = compilable(SMALL_HALVES, m, backend="shard_map", forward_only=True)
+        step, staged, batch = compilable(SMALL_HALVES, m, transform="shard_map", forward_only=True)
         return jax.jit(jax.grad(lambda staged: step(staged, *batch, STEP).mean())).lower(staged).compile(), staged
 
     (few, staged), (many, _) = map(differentiated, (8, 64))

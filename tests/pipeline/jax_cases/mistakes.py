@@ -17,8 +17,8 @@ def test_step_refuses_what_does_not_fit():
     config = replace(PLAIN, num_layers=2, pipeline_model_parallel_size=2)
     model = model_of(config)
     make = partial(make_pipeline_step, model, config)
-    with pytest.raises(ValueError, match=r"backend: expected one of \('pmap', 'shard_map'\), got 'pjit'"):
-        make(backend="pjit")
+    with pytest.raises(ValueError, match=r"transform: expected one of \('pmap', 'shard_map'\), got 'pjit'"):
+        make(transform="pjit")
     with pytest.raises(ValueError, match=r"saves: expected one of \('inputs', 'residuals'\), got 'all'"):
         make(saves="all")
     with pytest.raises(ValueError, match=r"slots: expected one of \('canonical', 'fused'\), got 'loose'"):
@@ -28,15 +28,15 @@ def test_step_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match=r"mesh: expected an axis 'pp' of size .*=2, .* got \{'pp': 4\}"):
         make(Mesh(devices(4), ("pp",)))
     with pytest.raises(ValueError, match=r"mesh: expected an axis 'pp' of size .*=2, .* got \{'pp': 2, 'ep': 2\}"):
-        make(Mesh(devices(2, 2), ("pp", "ep")), backend="shard_map")
+        make(Mesh(devices(2, 2), ("pp", "ep")), transform="shard_map")
     with pytest.raises(
         ValueError, match=r"mesh: .* 'tp' of size tensor_model_parallel_size=1, got \{'pp': 2, 'tp': 2\}"
     ):
-        make(Mesh(devices(2, 2), ("pp", "tp")), backend="shard_map")
+        make(Mesh(devices(2, 2), ("pp", "tp")), transform="shard_map")
     with pytest.raises(
-        ValueError, match=r"mesh: expected axis 'pp' alone with backend 'pmap', .* use backend 'shard_map'"
+        ValueError, match=r"mesh: expected axis 'pp' alone with transform 'pmap', .* use transform 'shard_map'"
     ):
-        make(Mesh(devices(2, 2), ("dp", "pp")))
+        make(Mesh(devices(2, 2), ("dp", "pp")), transform="pmap")
     with pytest.raises(ValueError, match=r"model: expected the whole model of config, .*undivided\(config\)"):
         make_pipeline_step(GPTModel(config, post_process=False), config)
     many = replace(PLAIN, num_layers=9, pipeline_model_parallel_size=9)

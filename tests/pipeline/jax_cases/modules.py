@@ -93,14 +93,14 @@ def assert_equal(found, expected, tolerance: float = 1e-13):
     ("schedule", "pp", "options"),
     [
         ("1f1b", 4, {}),
-        ("zb-v", 2, {"backend": "pmap"}),
-        pytest.param("1f1b", 4, {"saves": "inputs", "backend": "pmap"}, marks=pytest.mark.slow),
+        ("zb-v", 2, {"transform": "pmap"}),
+        pytest.param("1f1b", 4, {"saves": "inputs", "transform": "pmap"}, marks=pytest.mark.slow),
         pytest.param("1f1b", 4, {"slots": "fused"}, marks=pytest.mark.slow),
         pytest.param("gpipe", 4, {}, marks=pytest.mark.slow),
         pytest.param("zb-h1", 4, {"saves": "inputs"}, marks=pytest.mark.slow),
         pytest.param("zb-h2", 4, {}, marks=pytest.mark.slow),
         pytest.param("interleaved", 2, {}, marks=pytest.mark.slow),
-        pytest.param("interleaved-zb1p", 2, {"backend": "pmap"}, marks=pytest.mark.slow),
+        pytest.param("interleaved-zb1p", 2, {"transform": "pmap"}, marks=pytest.mark.slow),
         pytest.param("v-half", 2, {}, marks=pytest.mark.slow),
         pytest.param("v-min", 2, {}, marks=pytest.mark.slow),
         pytest.param("dualpipe-v", 2, {"saves": "inputs"}, marks=pytest.mark.slow),
@@ -139,21 +139,26 @@ def test_training_evaluation_and_outputs_over_replicas():
         return optax.apply_updates(staged, updates), state, losses
 
     theirs = optimizer(lambda u, s, p: (jax.tree.map(lambda u, p: u + 0.1 * (p.ndim > 1) * p, u, p), s))
+
+    @jax.jit
+    def train_plain(gradients, state, plain):
+        updates, state = theirs.update(gradients, state, plain)
+        return optax.apply_updates(plain, updates), state
+
     plain = PARAMETERS[:3]
-    state, plain_state = ours.init(staged), theirs.init(plain)
+    state, plain_state = jax.jit(ours.init)(staged), theirs.init(plain)
     for _ in range(3):
         staged, state, losses = train(staged, state)
         # Each replica has the sum over its microbatches, and their mean is the sum over whole microbatches.
         expected, gradients = one_after_the_other([*plain, plain[0]], jnp.sum)
         assert_equal(losses, expected)
-        updates, plain_state = theirs.update(gradients[:3], plain_state, plain)
-        plain = optax.apply_updates(plain, updates)
+        plain, plain_state = train_plain(gradients[:3], plain_state, plain)
     trained = pipeline.join_parameters(staged)
     assert_equal(trained, [*plain, plain[0]], 1e-12)
     assert_equal(pipeline.evaluate(staged, *data), one_after_the_other(trained)[0])
     outputs = pipeline.forward(staged, data[0])
     assert outputs.shape == (M, 2, 3, 7)
-    assert_equal(jax.vmap(cross_entropy)(outputs, data[1]), pipeline.evaluate(staged, *data))
+    assert_equal(jax.jit(jax.vmap(cross_entropy))(outputs, data[1]), pipeline.evaluate(staged, *data))
 
 
 class Block(nnx.Module):
@@ -253,7 +258,7 @@ def test_state_of_replicas_that_weight_gradients_read():
             [square(x[i] @ (weights[0] * (i + 1)) @ (weights[1] * (i + 1)), y[i]) for i in range(M)]
         ).mean()
 
-    expected = jax.grad(mean)([jnp.eye(3), jnp.eye(3)])
+    expected = jax.jit(jax.grad(mean))([jnp.eye(3), jnp.eye(3)])
     assert_equal(jax.tree.leaves(pipeline.join_parameters(gradients)), expected)
     assert_equal(state["float64"], np.array([[M + 1, x[-1].mean()], [M + 1, M * x[-1].mean()]]))
 
@@ -280,7 +285,7 @@ def test_split_schedules_on_replicas_and_names_with_dots(schedule):
 
         return jnp.stack([*map(loss, x, y)]).mean()
 
-    assert_equal(pipeline.join_parameters(gradients), jax.grad(mean)(parameters))
+    assert_equal(pipeline.join_parameters(gradients), jax.jit(jax.grad(mean))(parameters))
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.slow)])
@@ -312,7 +317,7 @@ def test_split_schedules_of_what_is_equal_on_all_replicas(schedule):
 
         return jnp.stack([*map(loss, x, y)]).mean()
 
-    expected = jax.value_and_grad(mean)(parameters)
+    expected = jax.jit(jax.value_and_grad(mean))(parameters)
     assert_equal((losses.mean(), pipeline.join_parameters(gradients)), expected)
 
 
@@ -333,7 +338,7 @@ def test_one_function_with_parameters_of_other_shapes():
 
         return jnp.stack([*map(loss, x, y)]).mean()
 
-    assert_equal(pipeline.join_parameters(gradients), jax.grad(mean)(parameters))
+    assert_equal(pipeline.join_parameters(gradients), jax.jit(jax.grad(mean))(parameters))
 
 
 def test_state_must_be_given_and_saved():
@@ -394,7 +399,7 @@ def test_a_variable_of_two_modules_is_one_parameter():
         own = nnx.merge(graph, params, rest)
         return jnp.stack([square(own[1](own[0](a)), b) for a, b in zip(x, y, strict=True)]).mean()
 
-    expected = jax.grad(mean)(params)[0]["layers"][0]["kernel"]
+    expected = jax.jit(jax.grad(mean))(params)[0]["layers"][0]["kernel"]
     kernels = [of_stage["layers"][0]["kernel"] for of_stage in gradients]
     for kernel in kernels:
         assert_equal(jnp.asarray(kernel[...]), jnp.asarray(expected[...]))
@@ -430,7 +435,7 @@ def test_modules_that_are_pytrees_and_loops_and_checkpoints_inside():
 
         return jnp.stack([*map(loss, x, y)]).mean()
 
-    assert_equal((losses.mean(), pipeline.join_parameters(gradients)), jax.value_and_grad(mean)(modules))
+    assert_equal((losses.mean(), pipeline.join_parameters(gradients)), jax.jit(jax.value_and_grad(mean))(modules))
 
 
 def stages_of(function, params, x):
@@ -487,8 +492,8 @@ REFUSED = [
     (lambda: executor("interleaved", 4), r"stages_per_rank: expected at least 2 with schedule 'interleaved', got 1"),
     (lambda: executor(mesh=mesh_of(pp=2, tp=2)), r"mesh: expected an axis 'pp', .* got \{'pp': 2, 'tp': 2\}"),
     (
-        lambda: executor(mesh=mesh_of(dp=2, pp=4), backend="pmap"),
-        r"backend: expected 'shard_map' with a mesh .*, got 'pmap'",
+        lambda: executor(mesh=mesh_of(dp=2, pp=4), transform="pmap"),
+        r"transform: expected 'shard_map' with a mesh .*, got 'pmap'",
     ),
     (lambda: executor(saves="all"), r"saves: expected one of \('inputs', 'residuals'\), got 'all'"),
     (lambda: executor(parameters=PARAMETERS[:3]), r"parameters: expected a list of 4, one pytree for each .*, got 3"),

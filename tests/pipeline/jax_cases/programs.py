@@ -61,10 +61,10 @@ def test_kernels_are_not_interpreted_by_too_few_threads(monkeypatch):
     make_pipeline_step(model_of(config), replace(config, impl="reference"))
 
 
-def test_both_backends_run_the_same_function():
+def test_both_transforms_run_the_same_function():
     config = replace(PLAIN, num_layers=2, pipeline_model_parallel_size=2)
     (loss, gradients, _), (other_loss, others, _) = (
-        run_step(config, 4, backend=backend) for backend in ("pmap", "shard_map")
+        run_step(config, 4, transform=transform) for transform in ("pmap", "shard_map")
     )
     assert loss == other_loss
     for ours, theirs in zip(gradients, others, strict=True):
@@ -140,10 +140,10 @@ def collectives(program, inside: bool = False) -> list[tuple[str, bool]]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["pmap", "shard_map"])
-def test_no_collective_is_in_a_branch(backend):
+@pytest.mark.parametrize("transform", ["pmap", "shard_map"])
+def test_no_collective_is_in_a_branch(transform):
     config = replace(HYPER, hidden_dropout=0.0, pipeline_model_parallel_size=2, pipeline_schedule="zb-h1")
-    found = collectives(traced(config, backend=backend))
+    found = collectives(traced(config, transform=transform))
     assert {name.removesuffix("_invariant") for name, _ in found} == {"ppermute", "psum"}
     assert not [name for name, inside in found if inside]
 
@@ -175,7 +175,7 @@ def test_only_full_recompute_repeats_exchanges_of_tensor_parallel_ranks(tokens):
     }
     counts = {}
     for name, mode in modes.items():
-        found = collectives(traced(replace(plain, **mode), backend="shard_map"))
+        found = collectives(traced(replace(plain, **mode), transform="shard_map"))
         counts[name] = Counter(name.removesuffix("_invariant") for name, _ in found)
     assert not counts["selective"] - counts["none"]
     regions = 4  # nothing reads the last sum of the second layer, whose MLP has no hyper-connection
@@ -195,4 +195,4 @@ def test_collective_test_sees_one_that_jax_puts_in_a_branch(monkeypatch):
 
     monkeypatch.setattr(executor, "vary", vary_all_but_parameters)
     config = replace(PLAIN, num_layers=2, pipeline_model_parallel_size=2)
-    assert ("psum_invariant", True) in collectives(traced(config, backend="shard_map"))
+    assert ("psum_invariant", True) in collectives(traced(config, transform="shard_map"))

@@ -1,4 +1,4 @@
-"""The two backends that run one function on every device of a mesh: jax.pmap and jax.shard_map."""
+"""The two transforms that run one function on every device of a mesh: jax.pmap and jax.shard_map."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl.pipeline.programs import PIPELINE_AXIS, TENSOR_AXIS, StagedParameters
 
-BACKENDS = ("pmap", "shard_map")
+TRANSFORMS = ("pmap", "shard_map")
 SLOTS = ("canonical", "fused")
 """Kinds of slots: one action, or a forward and a backward; see diptych.plans.schedule.lockstep."""
 
