@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from diptych.plans.context.sequences import FLACPContext
-from jax_impl.balance import Collected
+from jax_impl.aux_loss import AuxLossSum
 from jax_impl.cache import DecodingCache
 from jax_impl.documents import PackedDocuments
 from jax_impl.ops import DropoutState
@@ -30,7 +30,7 @@ class ForwardContext(NamedTuple):
     and is complete on this rank."""
     cache: DecodingCache | None = None
     """State of the previous tokens, changed in place; None: there are none."""
-    balance: Collected | None = None
+    aux_loss: AuxLossSum | None = None
     """Sum to which layers of experts add their load-balancing loss; None: they compute none."""
     tensor_parallel: TensorParallel = WHOLE
     """The ranks that share the layers."""

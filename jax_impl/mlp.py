@@ -21,7 +21,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.parameters import ParameterSpec, mlp_specs
 from jax_impl.activation_storage import packed_activation
-from jax_impl.balance import divided_by_sum, token_balance
+from jax_impl.aux_loss import divided_by_sum, token_aux_loss
 from jax_impl.documents import PackedDocuments
 from jax_impl.modules import Linear
 from jax_impl.ops import add_bias, at_least_float32, gelu, linear, parameter, swiglu
@@ -239,14 +239,14 @@ class MixtureOfExperts(nnx.Module):
             shared = nnx.sigmoid(add_bias(*self.shared_expert_gate(hidden_states))) * shared
         return output + shared
 
-    def balance(
+    def aux_loss(
         self, hidden_states: Float[Array, "b t d"], sequences: PackedDocuments | FLACPContext | None
     ) -> Float[Array, "b t"]:
-        """Return the load-balancing loss of each token [B, T]; see balance.token_balance.
+        """Return the load-balancing loss of each token [B, T]; see aux_loss.token_aux_loss.
 
         Args:
             hidden_states: input of the mixture. [B, T, D]
             sequences: see ForwardContext.
         """
         scores = self.router.scores(hidden_states.reshape(-1, hidden_states.shape[-1]))
-        return token_balance(scores, self.router.choose(scores), len(hidden_states), sequences)
+        return token_aux_loss(scores, self.router.choose(scores), len(hidden_states), sequences)

@@ -21,7 +21,7 @@ from diptych.plans.model.philox import attention_site, mlp_site
 from diptych.plans.model.sampling import check_inputs
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from diptych.plans.tensor_parallel import check_parts
-from jax_impl.balance import Collected, join_balance, split_balance
+from jax_impl.aux_loss import AuxLossSum, join_aux_loss, split_aux_loss
 from jax_impl.cache import DecodingCache, cached_length
 from jax_impl.documents import pack_documents
 from jax_impl.forward_context import ForwardContext
@@ -107,8 +107,8 @@ class TransformerLayer(nnx.Module):
         normed = ranks.enter(self._norm("pre_mlp_layernorm", aggregated))
         output = ranks.leave(self.mlp(normed, ranks.size))
         output = name_value(add_bias(output, self.mlp.output_bias), "mlp_output")
-        if context.balance is not None and isinstance(self.mlp, MixtureOfExperts):
-            context.balance.add(ranks.own_share(self.mlp.balance(normed, context.sequences)))
+        if context.aux_loss is not None and isinstance(self.mlp, MixtureOfExperts):
+            context.aux_loss.add(ranks.own_share(self.mlp.aux_loss(normed, context.sequences)))
         output = self._norm("post_mlp_layernorm", output)
         return self._write(connection, output, h_post, mixed, context.dropout, mlp_site(self.layer_number))
 
@@ -200,8 +200,8 @@ class TransformerBlock(nnx.Module):
             hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
 
         hidden_states = name_value(hidden_states, "residual_streams")
-        if context.balance is not None:
-            hidden_states = self._run_balanced(hidden_states, context, context.balance)
+        if context.aux_loss is not None:
+            hidden_states = self._run_with_aux_loss(hidden_states, context, context.aux_loss)
         elif context.cache is not None:  # nothing is saved for backward
             for number in sorted(map(int, self.layers)):
                 layer = self.layers[str(number)]
@@ -228,26 +228,26 @@ class TransformerBlock(nnx.Module):
 
         return checkpoint_blocks(run, self.config, self.vp_stage, self.pp_rank)(hidden_states)
 
-    def _run_balanced(self, hidden_states: Array, context: ForwardContext, balance: Collected) -> Array:
-        """Run the layers, and add the sum of their load-balancing losses to ``balance``.
+    def _run_with_aux_loss(self, hidden_states: Array, context: ForwardContext, aux_loss: AuxLossSum) -> Array:
+        """Run the layers, and add the sum of their load-balancing losses to ``aux_loss``.
 
         Recompute blocks and offload pass one array from layer to layer, so the loss is a last channel of this array.
         """
         streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
 
         def call(layer: TransformerLayer, joined: Array, context: ForwardContext = context) -> Array:
-            hidden_states, before = split_balance(joined, streams)
-            own = Collected()
+            hidden_states, before = split_aux_loss(joined, streams)
+            own = AuxLossSum()
             own.add(before)
-            return join_balance(layer(hidden_states, context._replace(balance=own)), own.total)
+            return join_aux_loss(layer(hidden_states, context._replace(aux_loss=own)), own.total)
 
-        joined = join_balance(hidden_states, None)
+        joined = join_aux_loss(hidden_states, None)
         if offloads_layers(self.config):
-            joined = self._run_offloaded(joined, context._replace(balance=None), call)
+            joined = self._run_offloaded(joined, context._replace(aux_loss=None), call)
         else:
             joined = self._run_blocks(call, joined)
-        hidden_states, total = split_balance(joined, streams)
-        balance.add(total)
+        hidden_states, total = split_aux_loss(joined, streams)
+        aux_loss.add(total)
         return hidden_states
 
     def _run_offloaded(
@@ -350,7 +350,7 @@ class GPTModel(nnx.Module):
 
         Returns:
             Mean loss in nats per token, in training with the load-balancing loss, or logits [B, T, V] without targets.
-            Before the last stage: hidden states; with moe_aux_loss_coeff as balance.join_balance returns them.
+            Before the last stage: hidden states; with moe_aux_loss_coeff as aux_loss.join_aux_loss returns them.
 
         Raises:
             ValueError: arguments do not fit together, or the cached and the given tokens are more than
@@ -369,13 +369,13 @@ class GPTModel(nnx.Module):
         state = None
         if training and self.config.hidden_dropout > 0.0:
             state = self._dropout_state(step, samples, positions, inputs, tensor_parallel)
-        balance = self._balance(training)
-        context = ForwardContext(positions, state, attention_mask, sequences, cache, balance, tensor_parallel)
-        hidden_states = self.decoder(self._first_hidden_states(inputs, balance, tensor_parallel), context)
+        aux_loss = self._aux_loss(training)
+        context = ForwardContext(positions, state, attention_mask, sequences, cache, aux_loss, tensor_parallel)
+        hidden_states = self.decoder(self._first_hidden_states(inputs, aux_loss, tensor_parallel), context)
         if cache is not None:
             cache.length += length
             hidden_states = jnp.where(cache.length <= seq_length, hidden_states, jnp.nan)
-        return self._output(hidden_states, targets, balance, tensor_parallel)
+        return self._output(hidden_states, targets, aux_loss, tensor_parallel)
 
     def _dropout_state(
         self,
@@ -395,43 +395,47 @@ class GPTModel(nnx.Module):
         self,
         hidden_states: Array,
         targets: Array | None,
-        balance: Collected | None,
+        aux_loss: AuxLossSum | None,
         tensor_parallel: TensorParallel,
     ) -> Array:
         """Return the input of the next stage, or the logits or the loss of the last one."""
         head = self.output_layer or self.embedding
         if not self.post_process or head is None:
-            return hidden_states if not self.config.moe_aux_loss_coeff else _joined(hidden_states, balance)
+            return hidden_states if not self.config.moe_aux_loss_coeff else _joined(hidden_states, aux_loss)
         logits = at_least_float32(linear(tensor_parallel.enter(hidden_states), head.weight[...]))
         if targets is None:
             return tensor_parallel.gather_logits(logits)
-        return self._loss(logits, targets, balance, tensor_parallel)
+        return self._loss(logits, targets, aux_loss, tensor_parallel)
 
-    def _first_hidden_states(self, inputs: Array, balance: Collected | None, tensor_parallel: TensorParallel) -> Array:
-        """Return the embedded tokens, or the hidden states of the previous stage without the balance it sent."""
+    def _first_hidden_states(
+        self, inputs: Array, aux_loss: AuxLossSum | None, tensor_parallel: TensorParallel
+    ) -> Array:
+        """Return the embedded tokens, or the hidden states of the previous stage without its load-balancing loss."""
         if self.pre_process and self.embedding is not None:
             return self.embedding(inputs, tensor_parallel).astype(self.config.compute_dtype)
         if not self.config.moe_aux_loss_coeff:
             return inputs
         streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
-        hidden_states, before = split_balance(inputs, streams)
-        if balance is not None:
-            balance.add(before)
+        hidden_states, before = split_aux_loss(inputs, streams)
+        if aux_loss is not None:
+            aux_loss.add(before)
         return hidden_states
 
-    def _loss(self, logits: Array, targets: Array, balance: Collected | None, tensor_parallel: TensorParallel) -> Array:
+    def _loss(
+        self, logits: Array, targets: Array, aux_loss: AuxLossSum | None, tensor_parallel: TensorParallel
+    ) -> Array:
         """Return the mean loss per token, with the load-balancing loss if it was collected."""
         loss = tensor_parallel.cross_entropy(logits, targets)
-        total = None if balance is None else balance.close()
+        total = None if aux_loss is None else aux_loss.close()
         if total is None:
             return loss
         return loss + self.config.moe_aux_loss_coeff * tensor_parallel.mean(total).astype(loss.dtype)
 
-    def _balance(self, training: bool) -> Collected | None:
+    def _aux_loss(self, training: bool) -> AuxLossSum | None:
         """Return the sum of load-balancing losses, if this call computes it."""
-        return Collected() if self.config.moe_aux_loss_coeff and training else None
+        return AuxLossSum() if self.config.moe_aux_loss_coeff and training else None
 
 
-def _joined(hidden_states: Array, balance: Collected | None) -> Array:
-    """Return what a stage sends with a load-balancing loss: hidden states and the balance of the layers so far."""
-    return join_balance(hidden_states, None if balance is None else balance.close())
+def _joined(hidden_states: Array, aux_loss: AuxLossSum | None) -> Array:
+    """Return what a stage sends with a load-balancing loss: hidden states and the sum of the losses so far."""
+    return join_aux_loss(hidden_states, None if aux_loss is None else aux_loss.close())

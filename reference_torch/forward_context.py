@@ -6,7 +6,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from diptych.plans.context.sequences import FLACPContext
-from reference_torch.balance import Collected
+from reference_torch.aux_loss import AuxLossSum
 from reference_torch.cache import DecodingCache
 from reference_torch.documents import PackedDocuments
 from reference_torch.ops import DropoutState
@@ -28,7 +28,7 @@ class ForwardContext(NamedTuple):
     and is complete on this rank."""
     cache: DecodingCache | None = None
     """State of the previous tokens, changed in place; None: there are none."""
-    balance: Collected | None = None
+    aux_loss: AuxLossSum | None = None
     """Sum to which layers of experts add their load-balancing loss; None: they compute none."""
     tensor_parallel: TensorParallel = WHOLE
     """The ranks that share the layers."""

@@ -19,7 +19,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.parameters import ParameterSpec, mlp_specs
 from reference_torch.activation_storage import packed_activation
-from reference_torch.balance import divided_by_sum, token_balance
+from reference_torch.aux_loss import divided_by_sum, token_aux_loss
 from reference_torch.documents import PackedDocuments
 from reference_torch.modules import Linear
 from reference_torch.ops import add_bias, at_least_float32, gelu, linear, parameter, swiglu
@@ -259,14 +259,14 @@ class MixtureOfExperts(nn.Module):
             shared = torch.sigmoid(add_bias(*self.shared_expert_gate(hidden_states))) * shared
         return output + shared
 
-    def balance(
+    def aux_loss(
         self, hidden_states: Float[Tensor, "b t d"], sequences: PackedDocuments | FLACPContext | None
     ) -> Float[Tensor, "b t"]:
-        """Return the load-balancing loss of each token [B, T]; see balance.token_balance.
+        """Return the load-balancing loss of each token [B, T]; see aux_loss.token_aux_loss.
 
         Args:
             hidden_states: input of the mixture. [B, T, D]
             sequences: see ForwardContext.
         """
         scores = self.router.scores(hidden_states.flatten(0, 1))
-        return token_balance(scores, self.router.choose(scores), len(hidden_states), sequences)
+        return token_aux_loss(scores, self.router.choose(scores), len(hidden_states), sequences)

@@ -39,7 +39,7 @@ class Microbatch(NamedTuple):
 class PipelineStage(GPTModel):
     """A stage whose input [B, T, S * D] is set before the call, with residual streams concatenated.
 
-    With moe_aux_loss_coeff, the input has one more channel, see balance.join_balance.
+    With moe_aux_loss_coeff, the input has one more channel, see aux_loss.join_aux_loss.
     """
 
     input_tensor: Tensor | None = None

@@ -19,7 +19,7 @@ from diptych.plans.model.sampling import check_inputs
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.partition import check_stage_ends, get_num_layers_to_build, get_transformer_layer_offset
 from diptych.plans.tensor_parallel import check_parts
-from reference_torch.balance import Collected, join_balance, split_balance
+from reference_torch.aux_loss import AuxLossSum, join_aux_loss, split_aux_loss
 from reference_torch.cache import DecodingCache, cached_length
 from reference_torch.documents import pack_documents
 from reference_torch.forward_context import ForwardContext
@@ -112,9 +112,9 @@ class TransformerLayer(nn.Module):
         output = recompute("mlp_output", self._mlp_output, normed, recompute.inside("mlp_output"), ranks)
         if ranks.size > 1:  # outside of what is recomputed, so that backward does not sum over ranks again
             output = name_value(add_bias(ranks.leave(output), self.mlp.output_bias), "mlp_output")
-        if context.balance is not None and isinstance(self.mlp, MixtureOfExperts):
-            balance = self.mlp.balance(ranks.for_own_share(normed), context.sequences)
-            context.balance.add(ranks.own_share(balance))
+        if context.aux_loss is not None and isinstance(self.mlp, MixtureOfExperts):
+            aux_loss = self.mlp.aux_loss(ranks.for_own_share(normed), context.sequences)
+            context.aux_loss.add(ranks.own_share(aux_loss))
         output = self._norm("post_mlp_layernorm", output, recompute)
         site = mlp_site(self.layer_number)
         hidden_states = recompute(
@@ -326,7 +326,7 @@ class GPTModel(nn.Module):
 
         Returns:
             Mean loss in nats per token, in training with the load-balancing loss, or logits [B, T, V] without targets.
-            Before the last stage: hidden states; with moe_aux_loss_coeff as balance.join_balance returns them.
+            Before the last stage: hidden states; with moe_aux_loss_coeff as aux_loss.join_aux_loss returns them.
 
         Raises:
             ValueError: arguments do not fit together, or the cached and the given tokens exceed config.seq_length.
@@ -345,12 +345,12 @@ class GPTModel(nn.Module):
         state = None
         if training and self.training and self.config.hidden_dropout > 0.0:
             state = self._dropout_state(step, samples, positions, inputs, tensor_parallel)
-        balance = self._balance(training)
-        context = ForwardContext(positions, state, attention_mask, sequences, cache, balance, tensor_parallel)
-        hidden_states = self.decoder(self._first_hidden_states(inputs, balance, tensor_parallel), context)
+        aux_loss = self._aux_loss(training)
+        context = ForwardContext(positions, state, attention_mask, sequences, cache, aux_loss, tensor_parallel)
+        hidden_states = self.decoder(self._first_hidden_states(inputs, aux_loss, tensor_parallel), context)
         if cache is not None:
             cache.length += length
-        return self._output(hidden_states, targets, balance, tensor_parallel)
+        return self._output(hidden_states, targets, aux_loss, tensor_parallel)
 
     def _dropout_state(
         self,
@@ -370,47 +370,47 @@ class GPTModel(nn.Module):
         self,
         hidden_states: Tensor,
         targets: Tensor | None,
-        balance: Collected | None,
+        aux_loss: AuxLossSum | None,
         tensor_parallel: TensorParallel,
     ) -> Tensor:
         """Return the input of the next stage, or the logits or the loss of the last one."""
         head = self.output_layer or self.embedding
         if not self.post_process or head is None:
-            return hidden_states if not self.config.moe_aux_loss_coeff else _joined(hidden_states, balance)
+            return hidden_states if not self.config.moe_aux_loss_coeff else _joined(hidden_states, aux_loss)
         logits = at_least_float32(linear(tensor_parallel.enter(hidden_states), head.weight))
         if targets is None:
             return tensor_parallel.gather_logits(logits)
-        return self._loss(logits, targets, balance, tensor_parallel)
+        return self._loss(logits, targets, aux_loss, tensor_parallel)
 
     def _first_hidden_states(
-        self, inputs: Tensor, balance: Collected | None, tensor_parallel: TensorParallel
+        self, inputs: Tensor, aux_loss: AuxLossSum | None, tensor_parallel: TensorParallel
     ) -> Tensor:
-        """Return the embedded tokens, or the hidden states of the previous stage without the balance it sent."""
+        """Return the embedded tokens, or the hidden states of the previous stage without its load-balancing loss."""
         if self.pre_process and self.embedding is not None:
             return self.embedding(inputs, tensor_parallel).to(getattr(torch, self.config.compute_dtype))
         if not self.config.moe_aux_loss_coeff:
             return inputs
         streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
-        hidden_states, before = split_balance(inputs, streams)
-        if balance is not None:
-            balance.add(before)
+        hidden_states, before = split_aux_loss(inputs, streams)
+        if aux_loss is not None:
+            aux_loss.add(before)
         return hidden_states
 
     def _loss(
-        self, logits: Tensor, targets: Tensor, balance: Collected | None, tensor_parallel: TensorParallel
+        self, logits: Tensor, targets: Tensor, aux_loss: AuxLossSum | None, tensor_parallel: TensorParallel
     ) -> Tensor:
         """Return the mean loss per token, with the load-balancing loss if it was collected."""
         loss = tensor_parallel.cross_entropy(logits, targets)
-        total = None if balance is None else balance.close()
+        total = None if aux_loss is None else aux_loss.close()
         if total is None:
             return loss
         return loss + self.config.moe_aux_loss_coeff * tensor_parallel.mean(total).to(loss.dtype)
 
-    def _balance(self, training: bool) -> Collected | None:
+    def _aux_loss(self, training: bool) -> AuxLossSum | None:
         """Return an empty sum of load-balancing losses, or None if this call does not compute them."""
-        return Collected() if self.config.moe_aux_loss_coeff and training and self.training else None
+        return AuxLossSum() if self.config.moe_aux_loss_coeff and training and self.training else None
 
 
-def _joined(hidden_states: Tensor, balance: Collected | None) -> Tensor:
-    """Return the output of a stage with a load-balancing loss: hidden states and the balance of the layers so far."""
-    return join_balance(hidden_states, None if balance is None else balance.close())
+def _joined(hidden_states: Tensor, aux_loss: AuxLossSum | None) -> Tensor:
+    """Return the output of a stage with a load-balancing loss: hidden states and the sum of the losses so far."""
+    return join_aux_loss(hidden_states, None if aux_loss is None else aux_loss.close())

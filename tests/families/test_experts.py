@@ -161,11 +161,11 @@ def test_the_load_balancing_loss_is_that_of_transformers(backend):
     router = torch.from_numpy(logits).requires_grad_()
     expected = load_balancing_loss_func((router,), experts, topk) / topk
     (gradient,) = torch.autograd.grad(expected, router)
-    functions = backend_module(backend, "mlp"), backend_module(backend, "balance")
+    functions = backend_module(backend, "mlp"), backend_module(backend, "aux_loss")
 
     def loss(logits):
         scores = logits.softmax(-1) if backend == "torch" else jax.nn.softmax(logits)
-        return functions[1].token_balance(scores, functions[0].choose_experts(scores, topk), 1).mean()
+        return functions[1].token_aux_loss(scores, functions[0].choose_experts(scores, topk), 1).mean()
 
     (value,), (found,) = value_and_gradients(backend, loss, [logits])
     cotangent = normal(0)
@@ -175,26 +175,26 @@ def test_the_load_balancing_loss_is_that_of_transformers(backend):
 
 def test_documents_are_balanced_each_by_itself():
     """The loss of documents in one row is that of the documents in rows of their own."""
-    from reference_torch.balance import token_balance
+    from reference_torch.aux_loss import token_aux_loss
     from reference_torch.documents import pack_documents
 
     scores = torch.from_numpy(normal(4, 12, 5)).softmax(-1)
     chosen = scores.topk(2).indices
     starts = torch.tensor([[0, 5, 8]], dtype=torch.int32)
-    packed = token_balance(scores, chosen, 1, pack_documents(starts, torch.zeros(1, 12), False))[0]
-    parts = [token_balance(scores[a:b], chosen[a:b], 1)[0] for a, b in ((0, 5), (5, 8), (8, 12))]
+    packed = token_aux_loss(scores, chosen, 1, pack_documents(starts, torch.zeros(1, 12), False))[0]
+    parts = [token_aux_loss(scores[a:b], chosen[a:b], 1)[0] for a, b in ((0, 5), (5, 8), (8, 12))]
     torch.testing.assert_close(packed, torch.cat(parts))
-    assert not torch.allclose(packed, token_balance(scores, chosen, 1)[0])
+    assert not torch.allclose(packed, token_aux_loss(scores, chosen, 1)[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scores_near_zero_have_finite_gradients(backend):
     """Sigmoids whose sum is near the number that is added to it, in float32; JAX once divided by its square."""
     logits = np.array([[-50.0, -50.5, -51.0], [-95.0, -96.0, -97.0], [1.0, -50.0, -51.0]], np.float32)
-    balance = backend_module(backend, "balance")
+    aux_loss = backend_module(backend, "aux_loss")
 
     def ratios(x):
-        return balance.divided_by_sum(x.sigmoid() if backend == "torch" else jax.nn.sigmoid(x))
+        return aux_loss.divided_by_sum(x.sigmoid() if backend == "torch" else jax.nn.sigmoid(x))
 
     (value,), (gradient,) = value_and_gradients(backend, ratios, [logits])
     scores = 1 / (1 + np.exp(-logits.astype(np.float64)))

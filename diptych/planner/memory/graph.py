@@ -110,7 +110,7 @@ class GraphBuilder(OperationBuilder):
             if name.endswith(".mlp"):
                 output = (self._mixture_of_experts if layer.moe else self._mlp)(nodes, normed, name, layer)
                 if layer.moe and self.config.moe_aux_loss_coeff:
-                    self._balance(nodes, normed, f"{name}.router")
+                    self._aux_loss(nodes, normed, f"{name}.router")
             else:
                 mixers = {"attention": self._attention, "mla": self._latent_attention}
                 output = mixers.get(layer.mixer, self._delta_rule)(nodes, normed, name)
@@ -462,19 +462,19 @@ class GraphBuilder(OperationBuilder):
             scaled = biased
         return scaled, chosen
 
-    def _balance(self, nodes: list[Node], normed: Value, name: str) -> None:
+    def _aux_loss(self, nodes: list[Node], normed: Value, name: str) -> None:
         """Append the load-balancing loss of the tokens, which scores the experts again."""
         experts = self.config.num_moe_experts or 0
         x = self._cast(nodes, normed, self.wide, ())
-        logits, scores, probabilities, factors = (self.coefficient("balance of the experts", experts) for _ in range(4))
-        total, balance = (self.coefficient("balance of the experts", 1) for _ in range(2))
+        logits, scores, probabilities, factors = (self.coefficient("load-balancing loss", experts) for _ in range(4))
+        total, aux_loss = (self.coefficient("load-balancing loss", 1) for _ in range(2))
         weight = self.weights[f"{name}.weight"]
         nodes += [
             Node([x], [logits], [x], (), weight, flops=self._product(weight), is_linear=True),
             Node([logits], [scores], [scores], forward_scratch=2 * 8 * experts * self.tokens),
             Node([scores], [probabilities, total], [scores, total]),
             Node([], [factors]),
-            Node([probabilities, factors], [balance], [factors]),
+            Node([probabilities, factors], [aux_loss], [factors]),
         ]
 
     def _with_shared_expert(

@@ -4,12 +4,12 @@ Its sum over the tokens of a document is the loss of the document times its leng
 has k, f[e] is E / k times the share of the document's tokens that have expert e, and p[t, e] is the score of expert e
 for token t divided by the sum of the token's scores:
 
-    balance[t] = sum over e of f[e] p[t, e]
+    aux_loss[t] = sum over e of f[e] p[t, e]
 
 It is 1 if all experts have equal scores or equal shares. f is a constant in backward. The mean over tokens of a batch
 does not depend on how its documents are distributed over microbatches, replicas and ranks, so all of them add the mean
 to their own loss. Between layers and stages, the sum over the layers so far is carried beside the hidden states.
-Mirrors ``reference_torch/balance.py``.
+Mirrors ``reference_torch/aux_loss.py``.
 
 Reference: DeepSeek-AI, arXiv 2412.19437, eqs. 17-20 (there by sequence). The loss of Switch Transformers (Fedus et al.,
 arXiv 2101.03961, eq. 4), as in transformers, is k times as large, and takes the shares over the whole batch.
@@ -28,15 +28,15 @@ SMALLEST_SUM = 1e-20
 """Added to the sum of a token's scores before the division by it, as in DeepSeek-V3."""
 
 
-class Collected:
-    """The sum of the balance of the layers that have run."""
+class AuxLossSum:
+    """The sum of the load-balancing losses of the layers that have run."""
 
     def __init__(self) -> None:
         self.total: Array | None = None
 
-    def add(self, balance: Array) -> None:
-        """Add the balance [B, T] of a layer."""
-        self.total = balance if self.total is None else self.total + balance
+    def add(self, aux_loss: Array) -> None:
+        """Add the load-balancing loss [B, T] of a layer."""
+        self.total = aux_loss if self.total is None else self.total + aux_loss
 
     def close(self) -> Array | None:
         """Return the sum."""
@@ -63,7 +63,7 @@ def _ratio_derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array
     return y, d_x / total - y * (d_total / total)
 
 
-def token_balance(
+def token_aux_loss(
     scores: Float[Array, "n e"],
     chosen: Int[Array, "n k"],
     batch: int,
@@ -105,15 +105,15 @@ def _documents(tokens: int, batch: int, sequences: PackedDocuments | FLACPContex
     return jnp.searchsorted(offsets, numbers, side="right") - 1, len(offsets) - 1
 
 
-def join_balance(hidden_states: Array, balance: Array | None) -> Float[Array, "b t w"]:
-    """Return hidden states with streams concatenated, and the balance (None: 0) as a last channel [B, T, S * D + 1]."""
+def join_aux_loss(hidden_states: Array, aux_loss: Array | None) -> Float[Array, "b t w"]:
+    """Return hidden states with streams concatenated, and the loss (None: 0) as a last channel [B, T, S * D + 1]."""
     hidden_states = hidden_states.reshape(*hidden_states.shape[:2], -1)
-    channel = jnp.zeros_like(hidden_states[..., 0]) if balance is None else balance.astype(hidden_states.dtype)
+    channel = jnp.zeros_like(hidden_states[..., 0]) if aux_loss is None else aux_loss.astype(hidden_states.dtype)
     return jnp.concatenate([hidden_states, channel[..., None]], axis=-1)
 
 
-def split_balance(joined: Float[Array, "b t w"], streams: int | None) -> tuple[Array, Float[Array, "b t"]]:
-    """Return hidden states [B, T, D], or [B, T, S, D] with streams, and the balance [B, T]; reverses join_balance."""
+def split_aux_loss(joined: Float[Array, "b t w"], streams: int | None) -> tuple[Array, Float[Array, "b t"]]:
+    """Return hidden states [B, T, D], or [B, T, S, D] with streams, and the loss [B, T]; reverses join_aux_loss."""
     hidden_states = joined[..., :-1]
     if streams is not None:
         hidden_states = hidden_states.reshape(*hidden_states.shape[:2], streams, -1)

@@ -4,12 +4,12 @@ Its sum over the tokens of a document is the loss of the document times its leng
 has k, f[e] is E / k times the share of the document's tokens that have expert e, and p[t, e] is the score of expert e
 for token t divided by the sum of the token's scores:
 
-    balance[t] = sum over e of f[e] p[t, e]
+    aux_loss[t] = sum over e of f[e] p[t, e]
 
 It is 1 if all experts have equal scores or equal shares. f is a constant in backward. The mean over tokens of a batch
 does not depend on how its documents are distributed over microbatches, replicas and ranks, so all of them add the mean
 to their own loss. Between layers and stages, the sum over the layers so far is carried beside the hidden states.
-Mirrors ``jax_impl/balance.py``.
+Mirrors ``jax_impl/aux_loss.py``.
 
 Reference: DeepSeek-AI, arXiv 2412.19437, eqs. 17-20 (there by sequence). The loss of Switch Transformers (Fedus et al.,
 arXiv 2101.03961, eq. 4), as in transformers, is k times as large, and takes the shares over the whole batch.
@@ -27,17 +27,17 @@ SMALLEST_SUM = 1e-20
 """Added to the sum of a token's scores before the division by it, as in DeepSeek-V3."""
 
 
-class Collected:
-    """The sum of the balance of the layers that have run. A replay of layers in backward adds nothing."""
+class AuxLossSum:
+    """The sum of the load-balancing losses of the layers that have run. A replay of layers in backward adds nothing."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
         self._is_closed = False
 
-    def add(self, balance: Tensor) -> None:
-        """Add the balance [B, T] of a layer."""
+    def add(self, aux_loss: Tensor) -> None:
+        """Add the load-balancing loss [B, T] of a layer."""
         if not self._is_closed:
-            self.total = balance if self.total is None else self.total + balance
+            self.total = aux_loss if self.total is None else self.total + aux_loss
 
     def close(self) -> Tensor | None:
         """Return the sum and release it; later calls of add do nothing."""
@@ -52,7 +52,7 @@ def divided_by_sum(scores: Float[Tensor, "*n e"]) -> Float[Tensor, "*n e"]:
     return scores / (scores.sum(-1, keepdim=True) + SMALLEST_SUM)
 
 
-def token_balance(
+def token_aux_loss(
     scores: Float[Tensor, "n e"],
     chosen: Int[Tensor, "n k"],
     batch: int,
@@ -97,14 +97,14 @@ def _documents(
     return torch.searchsorted(offsets, numbers, right=True) - 1, len(offsets) - 1
 
 
-def join_balance(hidden_states: Tensor, balance: Tensor | None) -> Float[Tensor, "b t w"]:
-    """Return hidden states with streams concatenated, and the balance (None: 0) as a last channel [B, T, S * D + 1]."""
+def join_aux_loss(hidden_states: Tensor, aux_loss: Tensor | None) -> Float[Tensor, "b t w"]:
+    """Return hidden states with streams concatenated, and the loss (None: 0) as a last channel [B, T, S * D + 1]."""
     hidden_states = hidden_states.flatten(2)
-    channel = hidden_states.new_zeros(hidden_states.shape[:2]) if balance is None else balance.to(hidden_states.dtype)
+    channel = hidden_states.new_zeros(hidden_states.shape[:2]) if aux_loss is None else aux_loss.to(hidden_states.dtype)
     return torch.cat([hidden_states, channel[..., None]], dim=-1)
 
 
-def split_balance(joined: Float[Tensor, "b t w"], streams: int | None) -> tuple[Tensor, Float[Tensor, "b t"]]:
-    """Return hidden states [B, T, D], or [B, T, S, D] with streams, and the balance [B, T]; reverses join_balance."""
+def split_aux_loss(joined: Float[Tensor, "b t w"], streams: int | None) -> tuple[Tensor, Float[Tensor, "b t"]]:
+    """Return hidden states [B, T, D], or [B, T, S, D] with streams, and the loss [B, T]; reverses join_aux_loss."""
     hidden_states = joined[..., :-1]
     return hidden_states if streams is None else hidden_states.unflatten(-1, (streams, -1)), joined[..., -1]
