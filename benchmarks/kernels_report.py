@@ -4,7 +4,6 @@ python -m benchmarks.kernels_report          (make kernels-report: updates them)
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import triton
@@ -18,8 +17,8 @@ from diptych_kernels.machine_code import MachineCode, machine_code
 
 PAGE = Path(__file__).parent.parent / "docs" / "kernels.md"
 RESULTS = Path(__file__).parent / "results"
-MEASURED = "nvidia-h100-80gb-hbm3-2026-11-27.json", "delta-rule-nvidia-h100-80gb-hbm3-2026-11-27.json"
-"""Measured times of kernels and of the delta rule's kernels, which the estimates are compared with."""
+MEASURED = "nvidia-h100-80gb-hbm3-2026-11-27.json"
+"""Measured times of kernels, which the estimates are compared with; those of the delta rule have changed since."""
 BEGIN = "<!-- table: python -m benchmarks.kernels_report -->\n"
 BEGIN_TIMES = "<!-- table of times: python -m benchmarks.kernels_report -->\n"
 BEGIN_TOTALS = "<!-- table of totals: python -m benchmarks.kernels_report -->\n"
@@ -103,24 +102,14 @@ def _table(
     return "\n".join(lines) + "\n"
 
 
-def measured_launches(names: Sequence[str] = ()) -> dict[str, tuple[Counted, float]]:
-    """Return the counts and the measured seconds of kernels, each with the block that was measured.
-
-    Args:
-        names: of the kernels; none: all that were measured.
-    """
+def measured_launches() -> dict[str, tuple[Counted, float]]:
+    """Return the counts and the measured seconds of kernels, each with the block that was measured."""
     found = {}
-    for file, is_delta_rule in zip(MEASURED, (False, True), strict=True):
-        for row in track(json.loads((RESULTS / file).read_text())["kernels"], "counting"):
-            name = row["kernel"]
-            if names and name not in names:
-                continue
-            blocks = {name.split(" (")[0].rsplit(".", 1)[1]: Block(*row["block"])}
-            if is_delta_rule:
-                recorded = ahead.delta_rule_production(tokens=TOKENS, heads=HEADS, dtype=DTYPE, blocks=blocks)
-            else:
-                recorded = ahead.production(TOKENS, STREAMS, WIDTH, DTYPE, blocks=blocks)
-            found[name] = count(recorded[name]), row["microseconds"] / 1e6
+    for row in track(json.loads((RESULTS / MEASURED).read_text())["kernels"], "counting"):
+        name = row["kernel"]
+        blocks = {name.split(" (")[0].rsplit(".", 1)[1]: Block(*row["block"])}
+        recorded = ahead.production(TOKENS, STREAMS, WIDTH, DTYPE, blocks=blocks)
+        found[name] = count(recorded[name]), row["microseconds"] / 1e6
     return found
 
 

@@ -150,8 +150,7 @@ def loop_values(recorded: ahead.Recorded) -> dict[str, int]:
     call = recorded.sizes.get("call")
     if call is not None:
         last = math.ceil(call.tokens / call.sequences)
-        chunks = math.ceil(last / call.chunk_size)
-        values |= {"first": 0, "last": last, "chunks": chunks, "parts": recorded.sizes.get("parts", 0)}
+        values |= {"whole": last // call.chunk_size, "parts": recorded.sizes.get("parts", 0)}
     elif recorded.launch.scalars:
         values |= {"first": 0, "last": recorded.launch.scalars[-1]}
     return values

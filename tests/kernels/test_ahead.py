@@ -57,7 +57,7 @@ def test_report_of_the_delta_rule_is_what_this_triton_says():
     from benchmarks.kernels_report import BEGIN_DELTA, PAGE, codes, delta_rule_table, printed, resources
 
     used = resources(delta_rule=True)
-    assert not {name for name in used if used[name][90].spilled}
+    assert not {name for name in used if any(on_target.spilled for on_target in used[name].values())}
     assert max(targets[90].shared for targets in used.values()) <= 227 * 1024
     assert max(targets[80].shared for targets in used.values()) <= 163 * 1024
     found = printed(PAGE.read_text(), BEGIN_DELTA)
@@ -65,12 +65,14 @@ def test_report_of_the_delta_rule_is_what_this_triton_says():
         assert found == delta_rule_table(used, codes(delta_rule=True))
 
 
-@pytest.mark.parametrize("name", ["scan.scan_forward (outputs)", "scan.scan_backward (one decay, states)"])
-def test_scans_load_matrices_in_wide_pieces(name):
-    """Loads of two bytes are those of the step sizes; a mask of single elements made 64 more of each matrix."""
+@pytest.mark.parametrize(
+    ("name", "copies"), [("scan.scan_forward (outputs)", 54), ("scan.scan_backward (one decay, states)", 32)]
+)
+def test_scans_load_matrices_in_wide_pieces(name, copies):
+    """A mask of single elements made 64 loads of two bytes of each matrix."""
     ptx = ahead.compile_ahead(ahead.delta_rule_production(dtype="bfloat16")[name], 90).asm["ptx"]
-    assert len(re.findall(r"ld\.global[.\w:]*\.b16", ptx)) <= 2
-    assert len(re.findall(r"cp\.async\.\w+\.shared", ptx)) >= 54
+    assert not re.findall(r"ld\.global[.\w:]*\.b16", ptx)
+    assert len(re.findall(r"cp\.async\.\w+\.shared", ptx)) >= copies
 
 
 def test_every_kernel_is_compiled_and_has_candidates():
@@ -139,16 +141,11 @@ def test_no_compiled_kernel_of_the_delta_rule_depends_on_the_number_of_tokens(
 
 def test_flops_and_bytes_of_the_delta_rule_are_those_of_the_design():
     """182 kFLOP and 1284 bytes a token and head are the least for KDA's forward at K = V = 128, C = 64."""
-    forward = [r for r in ahead.delta_rule(True, parts=1) if "gradients" not in r.launch.kernel][:4]
-    assert [r.launch.kernel.rsplit(".", 1)[1] for r in forward] == [
-        "products_by_channel",
-        "solve",
-        "decayed",
-        "scan_forward",
-    ]
+    forward = [r for r in ahead.delta_rule(True, parts=1) if "gradients" not in r.launch.kernel][:3]
+    assert [r.launch.kernel.rsplit(".", 1)[1] for r in forward] == ["terms_by_channel", "solve", "scan_forward"]
     count = 8192 * 32
     assert 0.7 * 182_000 < sum(r.flops() for r in forward) / count < 1.1 * 182_000
-    assert 1284 < sum(r.all_bytes() for r in forward) / count < 5_200
+    assert 1284 < sum(r.all_bytes() for r in forward) / count < 4_200
     scans = {r.launch.kernel: r.flops() // count for r in ahead.delta_rule(True, parts=1) if "scan" in r.launch.kernel}
     of_states, of_pairs = 2 * 128 * 128, 2 * 64 * 128
     assert scans["delta_rule.scan.scan_backward"] == 3 * of_states + 2 * of_pairs

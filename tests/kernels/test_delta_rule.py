@@ -336,10 +336,12 @@ def test_parts_are_the_whole(rule, monkeypatch):
         assert error(a, b) <= 1e-14
 
 
-@pytest.mark.parametrize("disable_recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_parts_of_wide_heads(disable_recompute, monkeypatch):
-    """Several heads, and more columns and values than a tile of compose has."""
-    arrays, cotangents = drawn_arrays("gated_delta_rule", 8, 1, 34, 1, 2, 34, 17, 2, decay=0.1)
+@pytest.mark.parametrize(
+    ("value", "disable_recompute"), [(17, False), (32, False), pytest.param(17, True, marks=pytest.mark.slow)]
+)
+def test_parts_of_wide_heads(value, disable_recompute, monkeypatch):
+    """Several heads, and more columns and values than a tile of compose has; tiles of values may be full."""
+    arrays, cotangents = drawn_arrays("gated_delta_rule", 8, 1, 34, 1, 2, 34, value, 2, decay=0.1)
     offsets = torch.tensor([0, 1, 34], dtype=torch.int32)
     options = {"chunk_size": 16, "cu_seqlens": offsets, "disable_recompute": disable_recompute}
     function = partial(chunk_gated_delta_rule, impl="triton", **options)

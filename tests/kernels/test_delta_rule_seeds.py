@@ -1,6 +1,7 @@
 """What seeded bugs in the kernels of the delta rule got past: things the interpreter cannot see, and rare sizes."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,11 +13,13 @@ import torch
 from diptych.plans.model.delta_rule import most_chunks
 from diptych_kernels import aot as ahead
 from diptych_kernels import jax_backend as jax_ops
+from diptych_kernels import torch_backend as torch_ops
 from diptych_kernels.delta_rule import launch_configs as launches
+from diptych_kernels.launch_configs import Block
 from parity.compare import relative_difference
 from tests.backends import backend_module
 from tests.kernels.test_ahead import offset_types
-from tests.kernels.test_delta_rule import RULES, drawn_arrays
+from tests.kernels.test_delta_rule import RULES, drawn_arrays, torch_gradients
 
 NEEDS_COMPILER = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 SMALL: dict[str, Any] = {"key": 16, "value": 16, "heads": 4}
@@ -136,3 +139,34 @@ def test_what_jax_measures_on_has_work_in_it():
                 assert (after - first).sum() == min(longest, len(table) * constants["C"]) or table.shape[1] == 3
                 assert table.shape[1] == 2 or (after - first).sum() == longest
     assert tables > 8
+
+
+def test_decays_have_the_digits_of_float32():
+    """Tensor cores add log decays of 16 bits; their remainders are added as well."""
+    chunks = torch.tensor([[0, 64]], dtype=torch.int32)
+    ones = torch.ones(64, 1, 16, dtype=torch.bfloat16)
+    g = -torch.from_numpy(np.random.default_rng(0).uniform(0.1, 1.6, (64, 1, 16))).float()
+    call = launches.Call(True, 1.0, 64, 1, 1, 1, 1, 16, 16, 64, "bfloat16", "float32", "bfloat16")
+    exact = g.double().cumsum(0)
+    for build in (launches.decayed, launches.terms_by_channel):
+        _, k_in, k_out, decay, *_ = torch_ops.run(build(Block(1, 16, 4), (64,), call), (ones, ones, g, chunks))
+        assert torch.allclose(decay.double(), exact[-1].exp()[None], rtol=1e-4, atol=0)
+        assert torch.allclose(k_in.double(), exact.exp(), rtol=2.0**-8, atol=0)
+        assert torch.allclose(k_out.double(), (exact[-1] - exact).exp(), rtol=2.0**-8, atol=0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_gate_may_forget_everything(rule):
+    """A log decay of minus infinity, of the first token of a chunk too, is one that leaves nothing."""
+    arrays, cotangents = drawn_arrays(rule, 15, 1, 36, 1, 1, 18, 3, 1, decay=0.1)
+    results = []
+    for forgotten in (-np.inf, -1e4):
+        for token in (0, 7, 16, 35):
+            arrays[3][:, token] = forgotten
+        outputs, gradients = torch_gradients(
+            partial(RULES[rule][0], impl="triton", chunk_size=16), arrays, cotangents, "bfloat16"
+        )
+        results.append([*outputs, *gradients])
+    for found, expected in zip(*results, strict=True):
+        assert torch.isfinite(found).all()
+        assert torch.equal(found, expected)

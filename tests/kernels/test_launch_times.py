@@ -45,15 +45,15 @@ def test_a_launch_takes_as_long_as_its_longest_part(counted, limit, seconds):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_estimates_are_near_measurements():
-    """Of kernels that took 50 us or more; compose went far beyond its bytes and instructions on the H100."""
+    """Of kernels that took 50 us or more."""
     from benchmarks.kernels_report import measured_launches
 
     ratios = {
         name: counted.on(GPUS["H100"]).seconds / measured
         for name, (counted, measured) in measured_launches().items()
-        if measured > 50e-6 and "compose" not in name
+        if measured > 50e-6
     }
-    assert len(ratios) > 25
+    assert len(ratios) > 10
     assert not {name: ratio for name, ratio in ratios.items() if not 0.6 < ratio < 1.4}
 
 
@@ -86,8 +86,8 @@ def test_the_plan_knows_bytes_and_products_of_the_delta_rule(per_channel, length
         for launch, work in zip(launches, works, strict=True):
             name = launch.launch.kernel
             slices = dict(launch.launch.constants).get("SLICES", 0)
-            if "channel_gradients" in name and slices != -(-key // 32):
-                continue  # wider types have narrower tiles, and a sum of dbeta for each
+            if "channel_gradients" in name:
+                assert slices == -(-key // 16)
             assert 0 <= launch.all_bytes() - work.moved <= tables, name
             assert work.flops == pytest.approx(launch.flops(), rel=0.01), name
 

@@ -52,21 +52,21 @@ class Instructions(NamedTuple):
 
 
 INSTRUCTIONS: Mapping[str, Instructions] = {
-    "decayed": Instructions(per_key=252),
-    "products_by_channel": Instructions(45, 231),
-    "products_by_head": Instructions(52, 20),
-    "solve": Instructions(159),
-    "scan_forward, kda": Instructions(per_value=76, per_both=78),
-    "scan_forward, gdn": Instructions(per_value=122, per_both=59),
-    "scan_forward of states, kda": Instructions(per_value=67, per_both=64),
-    "scan_forward of states, gdn": Instructions(per_value=94, per_both=58),
-    "scan_backward, kda": Instructions(per_value=71, per_both=83),
-    "scan_backward, gdn": Instructions(per_value=121, per_both=70),
+    "decayed": Instructions(per_key=217),
+    "terms_by_channel": Instructions(61, 195),
+    "products_by_head": Instructions(50, 25),
+    "solve": Instructions(94),
+    "scan_forward, kda": Instructions(per_value=70, per_both=52),
+    "scan_forward, gdn": Instructions(per_value=74, per_both=65),
+    "scan_forward of states, kda": Instructions(per_value=53, per_both=53),
+    "scan_forward of states, gdn": Instructions(per_value=60, per_both=47),
+    "scan_backward, kda": Instructions(per_value=233, per_both=26),
+    "scan_backward, gdn": Instructions(per_value=231, per_both=23),
     "state_gradients": Instructions(per_key=27, per_both=159),
-    "product_gradients": Instructions(34, per_value=62),
-    "channel_gradients": Instructions(per_key=736),
-    "gate_gradients": Instructions(per_key=215),
-    "head_gradients": Instructions(202, 152),
+    "product_gradients": Instructions(35, per_value=58),
+    "channel_gradients": Instructions(per_key=661),
+    "gate_gradients": Instructions(per_key=208),
+    "head_gradients": Instructions(187, 152),
     "sum_heads": Instructions(per_key=18),
 }
 """By kernel, at most; the counts may be smaller by a twentieth."""
@@ -159,7 +159,9 @@ class _Sizes:
         rows = chunk // SMALLEST_CHUNK
         self.key_columns = shape.key * ((rows + 1) / (2 * rows) if self.is_kda else 1)  # tiles below the diagonal
         # What a scan reads of q, k and their decays.
-        self.terms = 3 * self.by_key + self.chunk_keys if self.is_kda else 2 * self.qk + self.g
+        self.steps = chunks * heads * chunk * shape.wide
+        self.decays = self.chunk_keys if self.is_kda else 2 * self.steps
+        self.terms = (3 * self.by_key if self.is_kda else 2 * self.qk) + self.decays
 
     def around(self) -> tuple[Work, Work]:
         """Return the work of the framework before the first and after the last kernel."""
@@ -179,7 +181,7 @@ class _Sizes:
         forward = self.forward()
         backward = self.backward()
         if is_cut:
-            inputs = self.terms + self.by_value + self.scalars + 2 * self.pairs
+            inputs = self.terms + self.by_value + self.steps + 2 * self.pairs
             maps = self.states * (self.shape.key + self.shape.value) / self.shape.value
             columns = (self.shape.key + self.shape.value) / self.shape.value
             scan = self._scan("scan_forward of states", inputs + maps, 4, 2)
@@ -190,19 +192,19 @@ class _Sizes:
 
     def forward(self) -> tuple[Work, ...]:
         """Return the launches of forward."""
-        products = "products_by_channel" if self.is_kda else "products_by_head"
+        name = "terms_by_channel" if self.is_kda else "products_by_head"
+        products = 2 * self.qk + self.g + self.decays + self.pairs + self.wide_pairs + 3 * self.by_key * self.is_kda
         chunk_keys = self.chunk * self.key_columns
-        inputs = self.terms + self.by_value + self.scalars + 2 * self.pairs + self.states
+        inputs = self.terms + self.by_value + self.steps + 2 * self.pairs + self.states
         return (
-            self._work(products, 2 * self.qk + self.g + self.pairs + self.wide_pairs, 4 * chunk_keys),
-            self._work("solve", self.wide_pairs + self.scalars + self.pairs, self.chunk**2 / 3),
-            *self._decayed(),
+            self._work(name, products, 4 * chunk_keys),
+            self._work("solve", self.wide_pairs + self.scalars + self.steps + self.pairs, self.chunk**2 / 3),
             self._scan("scan_forward", inputs + self.by_value + self.states, 6, 4),
         )
 
     def backward(self) -> tuple[Work, ...]:
         """Return the launches of backward."""
-        inputs = self.terms + self.by_value + self.scalars + 2 * self.pairs + self.states
+        inputs = self.terms + self.by_value + self.steps + 2 * self.pairs + self.states
         states = self._scan("scan_forward of states", inputs + self.chunk_states + self.by_value + self.states, 4, 2)
         back = self._scan("scan_backward", inputs + self.by_value + self.chunk_states + self.states, 6, 4)
         state_gradients = 2 * self.chunk_states + 3 * self.by_value + 3 * self.by_key + self.chunk_keys
@@ -219,11 +221,11 @@ class _Sizes:
         )
 
     def _decayed(self) -> tuple[Work, ...]:
-        moved = 2 * self.qk + self.g + 3 * self.by_key + self.chunk_keys
+        moved = 2 * self.qk + self.g + 3 * self.by_key + self.decays
         return (self._work("decayed", moved, 0),) if self.is_kda else ()
 
     def _channel_gradients(self) -> tuple[Work, ...]:
-        slices = -(-self.shape.key // 32) * self.wide_scalars
+        slices = -(-self.shape.key // 16) * self.wide_scalars
         both = 2 * self.g  # the terms of dg before and after each token
         moved = 2 * self.qk + self.g + self.scalars + 2 * self.pairs + 5 * self.by_key + self.wide_scalars + both
         gates = self.g + both + 2 * self.chunk_keys + slices + self.g + self.scalars
@@ -233,7 +235,7 @@ class _Sizes:
         )
 
     def _head_gradients(self) -> tuple[Work, ...]:
-        matrices = 3 * self.pairs + self.wide_pairs
+        matrices = 3 * self.pairs + self.wide_pairs + self.decays
         inputs = 2 * self.qk + self.g + self.scalars + matrices + 3 * self.by_key + self.chunk_keys + self.wide_scalars
         outputs = 2 * self.by_key + self.g + self.scalars
         return (self._work("head_gradients", inputs + outputs, 8 * self.chunk * self.shape.key),)

@@ -97,23 +97,32 @@ class DeltaRule(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """Matrices [NC, HV, C, C] of the chunks, which products.py defines."""
+    """Matrices [NC, HV, C, C], step sizes and decays of the chunks, which products.py defines.
+
+    Args:
+        a_qk: A_qk.
+        a_kk: A_kk.
+        inverse: inverse.
+        steps: step sizes beta. [NC, HV, C]
+        decay: exp(G_C) [NC, HV, K], or with one decay per head exp(G) and exp(G_C - G) [NC, HV, 2, C].
+    """
 
     a_qk: Array
     a_kk: Array
     inverse: Array
+    steps: Array
+    decay: Array
 
 
 class Terms(NamedTuple):
     """Terms of the chunks that the scans read; products.py defines them.
 
-    With one decay per head, q_in, k_in, k_out and decay are plain q, k, k and g, and the scans apply the decays.
+    With one decay per head, q_in, k_in and k_out are plain q, k and k, and the scans apply the decays.
     """
 
     q_in: Array
     k_in: Array
     k_out: Array
-    decay: Array
     matrices: Matrices
 
 
@@ -183,24 +192,21 @@ NUM_BOUNDARY = len(BoundarySequences._fields)
 NUM_MATRICES = len(Matrices._fields)
 
 
-def chunk_matrices(backend: Backend, static: DeltaRule, inputs: Inputs) -> Matrices:
-    """Compute the matrices of all chunks."""
+def chunk_terms(backend: Backend, static: DeltaRule, inputs: Inputs, matrices: Matrices | None = None) -> Terms:
+    """Compute the terms of all chunks; ``matrices`` are those that forward has computed, None in forward."""
+    q, k, g = inputs.q, inputs.k, inputs.g
     sizes = inputs.sizes(static)
-    products = launch_configs.products_by_channel if static.per_channel else launch_configs.products_by_head
-    a_qk, a_kk = backend(products, sizes, inputs.q, inputs.k, inputs.g, inputs.chunks)
-    (inverse,) = backend(launch_configs.solve, sizes, a_kk, inputs.beta, inputs.chunks)
-    return Matrices(a_qk, a_kk, inverse)
-
-
-def chunk_terms(backend: Backend, static: DeltaRule, inputs: Inputs, matrices: Matrices) -> Terms:
-    """Compute the terms of all chunks from their matrices."""
-    q = inputs.q
-    k = inputs.k
-    g = inputs.g
-    if not static.per_channel:
-        return Terms(q, k, k, g, matrices)
-    q_in, k_in, k_out, decay = backend(launch_configs.decayed, inputs.sizes(static), q, k, g, inputs.chunks)
-    return Terms(q_in, k_in, k_out, decay, matrices)
+    arrays = (q, k, g, inputs.chunks)
+    if matrices is not None:
+        q_in, k_in, k_out, *_ = backend(launch_configs.decayed, sizes, *arrays) if static.per_channel else (q, k, k)
+        return Terms(q_in, k_in, k_out, matrices)
+    if static.per_channel:
+        q_in, k_in, k_out, decay, a_qk, a_kk = backend(launch_configs.terms_by_channel, sizes, *arrays)
+    else:
+        q_in, k_in, k_out = q, k, k
+        decay, a_qk, a_kk = backend(launch_configs.products_by_head, sizes, *arrays)
+    inverse, steps = backend(launch_configs.solve, sizes, a_kk, inputs.beta, inputs.chunks)
+    return Terms(q_in, k_in, k_out, Matrices(a_qk, a_kk, inverse, steps, decay))
 
 
 def _scan_forward(
@@ -211,8 +217,8 @@ def _scan_forward(
     Returns:
         o, starts, errors and final; the flags of launch_configs.scan_forward exclude some of them.
     """
-    q_in, k_in, k_out, decay, (a_qk, _, inverse) = terms
-    arrays = (q_in, k_in, k_out, inputs.v, decay, inputs.beta, a_qk, inverse)
+    *decayed, (a_qk, _, inverse, steps, decay) = terms
+    arrays = (*decayed, inputs.v, decay, steps, a_qk, inverse)
     sizes = inputs.sizes(static) | flags
     return backend(launch_configs.scan_forward, sizes, *arrays, inputs.initial, inputs.sequences)
 
@@ -225,8 +231,8 @@ def _scan_backward(
     Returns:
         dx, dends and dinitial; the flags of launch_configs.scan_backward exclude some of them.
     """
-    *decayed, (a_qk, _, inverse) = terms
-    arrays = (*decayed, inputs.beta, a_qk, inverse)
+    *decayed, (a_qk, _, inverse, steps, decay) = terms
+    arrays = (*decayed, decay, steps, a_qk, inverse)
     sizes = inputs.sizes(static) | flags
     return backend(launch_configs.scan_backward, sizes, *arrays, do, dfinal, inputs.sequences)
 
@@ -257,7 +263,7 @@ def _forward(backend: Backend, static: DeltaRule, *arrays: Array):
     ranks = static.ranks
     boundary = arrays[NUM_INPUTS:]
     maps = ()
-    terms = chunk_terms(backend, static, inputs, chunk_matrices(backend, static, inputs))
+    terms = chunk_terms(backend, static, inputs)
     if ranks is not None:
         boundary = BoundarySequences(*boundary)
         last = inputs._replace(initial=boundary.initial, sequences=boundary.sequences[1:])
@@ -297,8 +303,8 @@ def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfin
         terms = chunk_terms(backend, static, inputs, matrices)
         starts = errors = None
     else:
-        q_in, k_in, k_out, decay, starts, errors = of_chunks[NUM_MATRICES:]
-        terms = Terms(q_in, k_in, k_out, decay, matrices)
+        q_in, k_in, k_out, starts, errors = of_chunks[NUM_MATRICES:]
+        terms = Terms(q_in, k_in, k_out, matrices)
     if ranks is not None and boundary is not None:
         dfinal = ranks.with_last(dfinal, None, boundary.roles)
         first = inputs._replace(sequences=boundary.sequences[:1])
@@ -351,17 +357,17 @@ def _token_gradients(
     sizes = inputs.sizes(static)
     chunks = inputs.chunks
     *state_terms, ddecay = backend(launch_configs.state_gradients, sizes, starts, dends, errors, dx, do, chunks)
-    a_qk, a_kk, _ = terms.matrices
+    a_qk, a_kk, *_, decay = terms.matrices
     value_terms = (inputs.v, inputs.beta, errors, dx, do, a_kk, chunks)
     da_qk, da_kk, dv, dbeta = backend(launch_configs.product_gradients, sizes, *value_terms)
     tokens = (inputs.q, inputs.k, inputs.g, inputs.beta)
     if static.per_channel:
         arrays = (*tokens, da_qk, da_kk, *state_terms, dbeta, chunks)
         dq, dk, rise, fall, dbetas = backend(launch_configs.channel_gradients, sizes, *arrays)
-        arrays = (inputs.g, rise, fall, terms.decay, ddecay, dbetas, chunks)
+        arrays = (inputs.g, rise, fall, decay, ddecay, dbetas, chunks)
         dg, dbeta = backend(launch_configs.gate_gradients, sizes | {"slices": dbetas.shape[-1]}, *arrays)
     else:
-        arrays = (*tokens, a_qk, a_kk, da_qk, da_kk, *state_terms, ddecay, dbeta, chunks)
+        arrays = (*tokens, decay, a_qk, a_kk, da_qk, da_kk, *state_terms, ddecay, dbeta, chunks)
         dq, dk, dg, dbeta = backend(launch_configs.head_gradients, sizes, *arrays)
     if inputs.v.shape[1] != inputs.q.shape[1]:
         (dq,) = backend(launch_configs.sum_heads, sizes, dq, chunks)

@@ -30,6 +30,7 @@ from diptych_kernels.delta_rule.products import (
     decays_around,
     decays_since_start,
     load_rows,
+    load_scalars,
     store_rows,
 )
 
@@ -74,54 +75,51 @@ def channel_gradients(
     """
     ACC: tl.constexpr = dbetas_ptr.dtype.element_ty
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
-    chunk, head, first, last = chunk_of(chunks_ptr, HV)
+    chunk, head, first, length = chunk_of(chunks_ptr, HV)
     slice_index = tl.program_id(1)
     o_k = slice_index * BK + tl.arange(0, BK)
     group = head // (HV // H)
     p_a = (chunk * HV + head) * (C * C)
-    b_since, is_mild = decays_since_start(g_ptr, first, last, head, HV, o_k, K, ACC, NARROW, C)
+    b_since, is_mild = decays_since_start(g_ptr, first, length, head, HV, o_k, K, ACC, NARROW, C)
     if is_mild:
-        o_c = tl.arange(0, C)
-        o_t = first + o_c
-        m_t = o_t < last
-        b_q = load_rows(q_ptr, o_t, m_t, group, H, o_k, K, ACC) * SCALE
-        b_k = load_rows(k_ptr, o_t, m_t, group, H, o_k, K, ACC)
+        o_t = tl.arange(0, C)
+        m_t = o_t < length
+        b_q = load_rows(q_ptr, first, o_t, m_t, group, H, o_k, K, ACC, K % BK == 0) * SCALE
+        b_k = load_rows(k_ptr, first, o_t, m_t, group, H, o_k, K, ACC, K % BK == 0)
         b_decay = exp_of(b_since)
         b_growth = exp_of(-b_since)
         b_dq, b_row, b_column = _with_whole_chunk(
             da_qk_ptr + p_a, da_kk_ptr + p_a, b_q, b_k, b_decay, b_growth, NARROW, PRECISION
         )
-        b_first = tl.load(
-            g_ptr + (first * HV + head) * K + o_k, mask=(o_k < K) & (first + 0 * o_k < last), other=0.0
-        ).to(ACC)
-        b_rest = tl.sum(tl.where((o_c == C - 1)[:, None], b_since, 0.0), 0)
+        b_first = tl.load(g_ptr + (first * HV + head) * K + o_k, mask=(o_k < K) & (0 * o_k < length), other=0.0).to(ACC)
+        b_rest = tl.sum(tl.where((o_t == C - 1)[:, None], b_since, 0.0), 0)
         b_before = b_decay * exp_of(b_first)[None, :]
         b_after = b_growth * exp_of(b_rest)[None, :]
-        b_same = tl.load(da_qk_ptr + p_a + o_c * (C + 1)).to(ACC)
+        b_same = tl.load(da_qk_ptr + p_a + o_t * (C + 1)).to(ACC)
         _store_gradients(
             beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbetas_ptr,
-            o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
+            first, o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
             HV, K, SCALE, SLICES, ACC,
         )  # fmt: skip
     else:
         for tile in tl.range(0, C // TILE, disable_licm=True):
-            o_t = first + tile * TILE + tl.arange(0, TILE)
-            m_t = o_t < last
-            b_q = load_rows(q_ptr, o_t, m_t, group, H, o_k, K, ACC) * SCALE
-            b_k = load_rows(k_ptr, o_t, m_t, group, H, o_k, K, ACC)
+            o_t = tile * TILE + tl.arange(0, TILE)
+            m_t = o_t < length
+            b_q = load_rows(q_ptr, first, o_t, m_t, group, H, o_k, K, ACC) * SCALE
+            b_k = load_rows(k_ptr, first, o_t, m_t, group, H, o_k, K, ACC)
             b_dq, b_row, b_column = _with_other_tiles(
-                q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, last, tile, group, head, o_k,
+                q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, group, head, o_k,
                 H, HV, K, SCALE, PRECISION, ACC, C,
             )  # fmt: skip
             b_dq, b_row, b_column = _with_own_tile(
-                k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, last, tile, group, head, o_k,
+                k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, group, head, o_k,
                 b_q, b_k, b_dq, b_row, b_column, H, HV, K, ACC, C,
             )  # fmt: skip
-            b_before, b_after = _decays_to_ends(g_ptr, first, last, tile, head, HV, o_k, K, ACC, C)
+            b_before, b_after = _decays_to_ends(g_ptr, first, length, tile, head, HV, o_k, K, ACC, C)
             b_same = tl.load(da_qk_ptr + p_a + (tile * TILE + tl.arange(0, TILE)) * (C + 1)).to(ACC)
             _store_gradients(
                 beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbetas_ptr,
-                o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
+                first, o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
                 HV, K, SCALE, SLICES, ACC,
             )  # fmt: skip
 
@@ -129,22 +127,22 @@ def channel_gradients(
 @triton.jit
 def _store_gradients(
     beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbetas_ptr,
-    o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
+    first, o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
     HV: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr, SLICES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add the terms of the states to the sums over tokens, and store the gradients of the tokens o_t."""
-    b_beta = tl.load(beta_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
-    b_seen = load_rows(r_seen_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_before
-    b_dq += load_rows(r_in_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_before
+    b_beta = load_scalars(beta_ptr, first, o_t, m_t, head, HV, ACC)
+    b_seen = load_rows(r_seen_ptr, first, o_t, m_t, head, HV, o_k, K, ACC) * b_before
+    b_dq += load_rows(r_in_ptr, first, o_t, m_t, head, HV, o_k, K, ACC) * b_before
     b_row -= b_seen * b_beta[:, None]
-    b_out = load_rows(r_out_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_after
-    store_rows(rise_ptr, o_t, m_t, head, HV, o_k, K, b_q * b_dq + b_k * (b_row - b_column))
-    store_rows(fall_ptr, o_t, m_t, head, HV, o_k, K, b_k * b_out)
-    store_rows(dq_ptr, o_t, m_t, head, HV, o_k, K, (b_dq + b_same[:, None] * b_k) * SCALE)
-    store_rows(dk_ptr, o_t, m_t, head, HV, o_k, K, b_row + b_column + b_out + b_same[:, None] * b_q)
+    b_out = load_rows(r_out_ptr, first, o_t, m_t, head, HV, o_k, K, ACC) * b_after
+    store_rows(rise_ptr, first, o_t, m_t, head, HV, o_k, K, b_q * b_dq + b_k * (b_row - b_column))
+    store_rows(fall_ptr, first, o_t, m_t, head, HV, o_k, K, b_k * b_out)
+    store_rows(dq_ptr, first, o_t, m_t, head, HV, o_k, K, (b_dq + b_same[:, None] * b_k) * SCALE)
+    store_rows(dk_ptr, first, o_t, m_t, head, HV, o_k, K, b_row + b_column + b_out + b_same[:, None] * b_q)
     is_first = (slice_index + 0 * o_t) == 0
-    b_dbeta = tl.load(dbeta_ptr + o_t * HV + head, mask=m_t & is_first, other=0.0) - tl.sum(b_k * b_seen, 1)
-    tl.store(dbetas_ptr + (o_t * HV + head) * SLICES + slice_index, b_dbeta, mask=m_t)
+    b_dbeta = load_scalars(dbeta_ptr, first, o_t, m_t & is_first, head, HV, ACC) - tl.sum(b_k * b_seen, 1)
+    tl.store(dbetas_ptr + (first * HV + head) * SLICES + slice_index + o_t * (HV * SLICES), b_dbeta, mask=m_t)
 
 
 @triton.jit
@@ -169,7 +167,7 @@ def _with_whole_chunk(p_qk, p_kk, b_q, b_k, b_decay, b_growth, NARROW: tl.conste
 
 @triton.jit
 def _with_own_tile(
-    k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, last, tile, group, head, o_k,
+    k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, group, head, o_k,
     b_q, b_k, b_dq, b_row, b_column,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -177,7 +175,7 @@ def _with_own_tile(
     BK: tl.constexpr = o_k.shape[0]
     o_r = tl.arange(0, TILE)
     b_since, is_mild = decays_since_start(
-        g_ptr, first + tile * TILE, last, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE
+        g_ptr, first + tile * TILE, length - tile * TILE, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE
     )
     if is_mild:
         below = o_r[:, None] > o_r[None, :]
@@ -196,7 +194,7 @@ def _with_own_tile(
         for step in range(TILE):  # the order of _diagonal_tile in products.py
             column = TILE - 1 - step
             t = first + tile * TILE + column
-            mask = (o_k < K) & ((t + 0 * o_k) < last)
+            mask = (o_k < K) & ((tile * TILE + column + 0 * o_k) < length)
             b_key = tl.load(k_ptr + (t * H + group) * K + o_k, mask=mask, other=0.0).to(ACC)
             b_decay = exp_of(b_sums)
             p_column = p_a + (tile * TILE + o_r) * C + tile * TILE + column
@@ -213,7 +211,7 @@ def _with_own_tile(
 
 @triton.jit
 def _with_other_tiles(
-    q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, last, tile, group, head, o_k,
+    q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, group, head, o_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -227,20 +225,20 @@ def _with_other_tiles(
     b_since = tl.zeros([TILE, BK], ACC)
     b_until = tl.zeros([TILE, BK], ACC)
     for other in range(0, tile):
-        o_j = first + other * TILE + o_r
-        b_since, b_decay = decays_around(g_ptr, first, last, tile, other, head, HV, o_k, K, ACC, C)
-        b_keys = (load_rows(k_ptr, o_j, o_j < last, group, H, o_k, K, ACC) * b_decay).to(NARROW)
+        o_j = other * TILE + o_r
+        b_since, b_decay = decays_around(g_ptr, first, length, tile, other, head, HV, o_k, K, ACC, C)
+        b_keys = (load_rows(k_ptr, first, o_j, o_j < length, group, H, o_k, K, ACC) * b_decay).to(NARROW)
         b_a = load_tile(da_qk_ptr, p_a, tile, other, C)
         b_dq = tl.dot(b_a, b_keys, b_dq, input_precision=PRECISION, out_dtype=ACC)
         b_a = load_tile(da_kk_ptr, p_a, tile, other, C)
         b_row = tl.dot(b_a, b_keys, b_row, input_precision=PRECISION, out_dtype=ACC)
     for other in range(tile + 1, C // TILE):
-        o_i = first + other * TILE + o_r
-        b_decay, b_until = _decays_from(g_ptr, first, last, other, tile, head, HV, o_k, K, ACC, C)
-        b_rows = (load_rows(q_ptr, o_i, o_i < last, group, H, o_k, K, ACC) * b_decay * SCALE).to(NARROW)
+        o_i = other * TILE + o_r
+        b_decay, b_until = _decays_from(g_ptr, first, length, other, tile, head, HV, o_k, K, ACC, C)
+        b_rows = (load_rows(q_ptr, first, o_i, o_i < length, group, H, o_k, K, ACC) * b_decay * SCALE).to(NARROW)
         b_a = tl.trans(load_tile(da_qk_ptr, p_a, other, tile, C))
         b_column = tl.dot(b_a, b_rows, b_column, input_precision=PRECISION, out_dtype=ACC)
-        b_rows = (load_rows(k_ptr, o_i, o_i < last, group, H, o_k, K, ACC) * b_decay).to(NARROW)
+        b_rows = (load_rows(k_ptr, first, o_i, o_i < length, group, H, o_k, K, ACC) * b_decay).to(NARROW)
         b_a = tl.trans(load_tile(da_kk_ptr, p_a, other, tile, C))
         b_column = tl.dot(b_a, b_rows, b_column, input_precision=PRECISION, out_dtype=ACC)
     return b_dq * b_since, b_row * b_since, b_column * b_until
@@ -248,34 +246,34 @@ def _with_other_tiles(
 
 @triton.jit
 def _decays_from(
-    g_ptr, first, last, row, column, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
+    g_ptr, first, length, row, column, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
 ):
     """Return the decays of decays_around, with the decay between the two tiles applied to the rows."""
     o_r = tl.arange(0, TILE)
     o_c = tl.arange(0, C)
-    o_i = first + row * TILE + o_r
+    o_i = row * TILE + o_r
     o_j = o_r + column * TILE
-    b_rows = load_rows(g_ptr, o_i, o_i < last, head, HV, o_k, K, ACC)
-    m_c = (o_c >= (column + 1) * TILE) & (o_c < row * TILE) & (first + o_c < last)
-    b_between = tl.sum(load_rows(g_ptr, first + o_c, m_c, head, HV, o_k, K, ACC), 0)
-    m_j = (first + o_j + 1 < last) & (o_r < TILE - 1)
-    b_keys = load_rows(g_ptr, first + o_j + 1, m_j, head, HV, o_k, K, ACC)
+    b_rows = load_rows(g_ptr, first, o_i, o_i < length, head, HV, o_k, K, ACC)
+    m_c = (o_c >= (column + 1) * TILE) & (o_c < row * TILE) & (o_c < length)
+    b_between = tl.sum(load_rows(g_ptr, first, o_c, m_c, head, HV, o_k, K, ACC), 0)
+    m_j = (o_j + 1 < length) & (o_r < TILE - 1)
+    b_keys = load_rows(g_ptr, first + 1, o_j, m_j, head, HV, o_k, K, ACC)
     return exp_of(tl.cumsum(b_rows, 0) + b_between[None, :]), exp_of(tl.cumsum(b_keys, 0, reverse=True))
 
 
 @triton.jit
 def _decays_to_ends(
-    g_ptr, first, last, tile, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
+    g_ptr, first, length, tile, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
 ):
     """Return exp(G) and exp(G_C - G) of the tokens of a tile, [TILE, BK] each."""
     o_r = tl.arange(0, TILE)
     o_c = tl.arange(0, C)
-    o_t = first + tile * TILE + o_r
-    b_all = load_rows(g_ptr, first + o_c, first + o_c < last, head, HV, o_k, K, ACC)
+    o_t = tile * TILE + o_r
+    b_all = load_rows(g_ptr, first, o_c, o_c < length, head, HV, o_k, K, ACC)
     b_earlier = tl.sum(tl.where((o_c < tile * TILE)[:, None], b_all, 0.0), 0)
     b_later = tl.sum(tl.where((o_c >= (tile + 1) * TILE)[:, None], b_all, 0.0), 0)
-    b_own = load_rows(g_ptr, o_t, o_t < last, head, HV, o_k, K, ACC)
-    b_next = load_rows(g_ptr, o_t + 1, (o_t + 1 < last) & (o_r < TILE - 1), head, HV, o_k, K, ACC)
+    b_own = load_rows(g_ptr, first, o_t, o_t < length, head, HV, o_k, K, ACC)
+    b_next = load_rows(g_ptr, first + 1, o_t, (o_t + 1 < length) & (o_r < TILE - 1), head, HV, o_k, K, ACC)
     b_before = exp_of(tl.cumsum(b_own, 0) + b_earlier[None, :])
     return b_before, exp_of(tl.cumsum(b_next, 0, reverse=True) + b_later[None, :])
 
@@ -300,17 +298,16 @@ def gate_gradients(
 ):
     """Compute dg [T, HV, K], and dbeta [T, HV] as the sum over slices; grid (NC HV, K / BK)."""
     ACC: tl.constexpr = ddecay_ptr.dtype.element_ty
-    chunk, head, first, last = chunk_of(chunks_ptr, HV)
-    o_c = tl.arange(0, C)
-    o_t = first + o_c
-    m_t = o_t < last
+    chunk, head, first, length = chunk_of(chunks_ptr, HV)
+    o_t = tl.arange(0, C)
+    m_t = o_t < length
     o_k = tl.program_id(1) * BK + tl.arange(0, BK)
-    b_rise = load_rows(rise_ptr, o_t, m_t, head, HV, o_k, K, ACC)
-    b_fall = load_rows(fall_ptr, o_t - 1, m_t & (o_c > 0), head, HV, o_k, K, ACC)
+    b_rise = load_rows(rise_ptr, first, o_t, m_t, head, HV, o_k, K, ACC)
+    b_fall = load_rows(fall_ptr, first - 1, o_t, m_t & (o_t > 0), head, HV, o_k, K, ACC)
     p_k = (chunk * HV + head) * K + o_k
     b_whole = tl.load(decay_ptr + p_k, mask=o_k < K, other=0.0) * tl.load(ddecay_ptr + p_k, mask=o_k < K, other=0.0)
     b_dg = tl.cumsum(b_rise, 0, reverse=True) + tl.cumsum(b_fall, 0) + b_whole[None, :]
-    store_rows(dg_ptr, o_t, m_t, head, HV, o_k, K, b_dg)
+    store_rows(dg_ptr, first, o_t, m_t, head, HV, o_k, K, b_dg)
     if tl.program_id(1) == 0:
-        b_dbeta = tl.sum(load_rows(dbetas_ptr, o_t, m_t, head, HV, tl.arange(0, SP), SLICES, ACC), 1)
-        tl.store(dbeta_ptr + o_t * HV + head, b_dbeta, mask=m_t)
+        b_dbeta = tl.sum(load_rows(dbetas_ptr, first, o_t, m_t, head, HV, tl.arange(0, SP), SLICES, ACC), 1)
+        tl.store(dbeta_ptr + first * HV + head + o_t * HV, b_dbeta, mask=m_t)

@@ -28,7 +28,7 @@ def flops(kernel: str, call: Call, constants: Mapping[str, Any]) -> int:
     state = 2 * size * key  # per column of a state
     pair = 2 * size * size
     by_chunk = {
-        "products_by_channel": 2 * tiles * 2 * TILE * TILE * key,
+        "terms_by_channel": 2 * tiles * 2 * TILE * TILE * key,
         "products_by_head": 2 * pair * key,
         "solve": size**3 // 3,
         "scan_forward": width * (2 * state + pair + (state + pair if constants.get("OUTPUT") else 0)),

@@ -30,7 +30,14 @@ channel. In the reference implementation, intra.py and scan.py of both backends,
 import triton
 import triton.language as tl
 
-from diptych_kernels.delta_rule.products import chunk_of, decays_of_chunk, decays_within, load_rows, store_rows
+from diptych_kernels.delta_rule.products import (
+    chunk_of,
+    decays_within,
+    load_decays,
+    load_rows,
+    load_scalars,
+    store_rows,
+)
 from diptych_kernels.delta_rule.scan import load_lower
 
 
@@ -57,9 +64,9 @@ def state_gradients(
     """Compute r_in, r_seen, r_out [T, HV, K] and ddecay = sum_v S dS [NC, HV, K]; grid (NC HV, K / BK)."""
     ACC: tl.constexpr = ddecay_ptr.dtype.element_ty
     NARROW: tl.constexpr = do_ptr.dtype.element_ty
-    chunk, head, first, last = chunk_of(chunks_ptr, HV)
-    o_t = first + tl.arange(0, C)
-    m_t = o_t < last
+    chunk, head, first, length = chunk_of(chunks_ptr, HV)
+    o_t = tl.arange(0, C)
+    m_t = o_t < length
     o_k = tl.program_id(1) * BK + tl.arange(0, BK)
     b_in = tl.zeros([C, BK], ACC)
     b_seen = tl.zeros([C, BK], ACC)
@@ -72,15 +79,15 @@ def state_gradients(
         b_s = tl.load(starts_ptr + p_state, mask=mask, other=0.0)
         b_ds = tl.load(dends_ptr + p_state, mask=mask, other=0.0)
         b_decay += tl.sum(b_s.to(ACC) * b_ds.to(ACC), 1)
-        b_x = load_rows(do_ptr, o_t, m_t, head, HV, o_v, V, NARROW)
+        b_x = load_rows(do_ptr, first, o_t, m_t, head, HV, o_v, V, NARROW)
         b_in = tl.dot(b_x, tl.trans(b_s), b_in, input_precision=PRECISION, out_dtype=ACC)
-        b_x = load_rows(dx_ptr, o_t, m_t, head, HV, o_v, V, NARROW)
+        b_x = load_rows(dx_ptr, first, o_t, m_t, head, HV, o_v, V, NARROW)
         b_seen = tl.dot(b_x, tl.trans(b_s), b_seen, input_precision=PRECISION, out_dtype=ACC)
-        b_x = load_rows(errors_ptr, o_t, m_t, head, HV, o_v, V, NARROW)
+        b_x = load_rows(errors_ptr, first, o_t, m_t, head, HV, o_v, V, NARROW)
         b_out = tl.dot(b_x, tl.trans(b_ds), b_out, input_precision=PRECISION, out_dtype=ACC)
-    store_rows(r_in_ptr, o_t, m_t, head, HV, o_k, K, b_in)
-    store_rows(r_seen_ptr, o_t, m_t, head, HV, o_k, K, b_seen)
-    store_rows(r_out_ptr, o_t, m_t, head, HV, o_k, K, b_out)
+    store_rows(r_in_ptr, first, o_t, m_t, head, HV, o_k, K, b_in)
+    store_rows(r_seen_ptr, first, o_t, m_t, head, HV, o_k, K, b_seen)
+    store_rows(r_out_ptr, first, o_t, m_t, head, HV, o_k, K, b_out)
     tl.store(ddecay_ptr + (chunk * HV + head) * K + o_k, b_decay, mask=o_k < K)
 
 
@@ -106,30 +113,29 @@ def product_gradients(
     """Compute dA_qk, dA_kk [NC, HV, C, C], dv [T, HV, V] and dbeta [T, HV] without its r_seen term; grid (NC HV,)."""
     ACC: tl.constexpr = dbeta_ptr.dtype.element_ty
     NARROW: tl.constexpr = do_ptr.dtype.element_ty
-    chunk, head, first, last = chunk_of(chunks_ptr, HV)
-    o_c = tl.arange(0, C)
-    o_t = first + o_c
-    m_t = o_t < last
-    b_beta = tl.load(beta_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
+    chunk, head, first, length = chunk_of(chunks_ptr, HV)
+    o_t = tl.arange(0, C)
+    m_t = o_t < length
+    b_beta = load_scalars(beta_ptr, first, o_t, m_t, head, HV, ACC)
     b_qk = tl.zeros([C, C], ACC)
     b_kk = tl.zeros([C, C], ACC)
     b_dbeta = tl.zeros([C], ACC)
     for start in range(0, V, BV):
         o_v = start + tl.arange(0, BV)
-        b_e = tl.trans(load_rows(errors_ptr, o_t, m_t, head, HV, o_v, V, NARROW))
-        b_do = load_rows(do_ptr, o_t, m_t, head, HV, o_v, V, NARROW)
+        b_e = tl.trans(load_rows(errors_ptr, first, o_t, m_t, head, HV, o_v, V, NARROW))
+        b_do = load_rows(do_ptr, first, o_t, m_t, head, HV, o_v, V, NARROW)
         b_qk = tl.dot(b_do, b_e, b_qk, input_precision=PRECISION, out_dtype=ACC)
-        b_dx = load_rows(dx_ptr, o_t, m_t, head, HV, o_v, V, NARROW)
+        b_dx = load_rows(dx_ptr, first, o_t, m_t, head, HV, o_v, V, NARROW)
         b_kk = tl.dot(b_dx, b_e, b_kk, input_precision=PRECISION, out_dtype=ACC)
-        b_dbeta += tl.sum(b_dx.to(ACC) * load_rows(v_ptr, o_t, m_t, head, HV, o_v, V, ACC), 1)
-        store_rows(dv_ptr, o_t, m_t, head, HV, o_v, V, b_dx.to(ACC) * b_beta[:, None])
-    below = o_c[:, None] > o_c[None, :]
+        b_dbeta += tl.sum(b_dx.to(ACC) * load_rows(v_ptr, first, o_t, m_t, head, HV, o_v, V, ACC), 1)
+        store_rows(dv_ptr, first, o_t, m_t, head, HV, o_v, V, b_dx.to(ACC) * b_beta[:, None])
+    below = o_t[:, None] > o_t[None, :]
     b_kk = tl.where(below, b_kk, 0.0)
-    b_a = load_lower(a_kk_ptr, chunk, head, HV, C, o_c[:, None], o_c[None, :])
-    tl.store(dbeta_ptr + o_t * HV + head, b_dbeta - tl.sum(b_kk * b_a, 1), mask=m_t)
-    p_a = (chunk * HV + head) * (C * C) + o_c[:, None] * C + o_c[None, :]
+    b_a = load_lower(a_kk_ptr, chunk, head, HV, C, o_t[:, None], o_t[None, :])
+    tl.store(dbeta_ptr + first * HV + head + o_t * HV, b_dbeta - tl.sum(b_kk * b_a, 1), mask=m_t)
+    p_a = (chunk * HV + head) * (C * C) + o_t[:, None] * C + o_t[None, :]
     tl.store(da_kk_ptr + p_a, -b_kk * b_beta[:, None])
-    tl.store(da_qk_ptr + p_a, tl.where(o_c[:, None] >= o_c[None, :], b_qk, 0.0))
+    tl.store(da_qk_ptr + p_a, tl.where(o_t[:, None] >= o_t[None, :], b_qk, 0.0))
 
 
 @triton.jit
@@ -138,6 +144,7 @@ def head_gradients(
     k_ptr,
     g_ptr,
     beta_ptr,
+    decays_ptr,
     a_qk_ptr,
     a_kk_ptr,
     da_qk_ptr,
@@ -163,34 +170,33 @@ def head_gradients(
     """Compute dq, dk [T, HV, K], dg and dbeta [T, HV] with one decay per token and head; grid (NC HV,)."""
     ACC: tl.constexpr = ddecay_ptr.dtype.element_ty
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
-    chunk, head, first, last = chunk_of(chunks_ptr, HV)
-    o_c = tl.arange(0, C)
-    o_t = first + o_c
-    m_t = o_t < last
+    chunk, head, first, length = chunk_of(chunks_ptr, HV)
+    o_t = tl.arange(0, C)
+    m_t = o_t < length
     group = head // (HV // H)
-    p_a = (chunk * HV + head) * (C * C) + o_c[:, None] * C + o_c[None, :]
-    below = o_c[:, None] > o_c[None, :]
+    p_a = (chunk * HV + head) * (C * C) + o_t[:, None] * C + o_t[None, :]
+    below = o_t[:, None] > o_t[None, :]
     b_dqk = tl.load(da_qk_ptr + p_a).to(ACC)
     b_dkk = tl.load(da_kk_ptr + p_a).to(ACC)
     b_pairs = tl.where(below, b_dqk * tl.load(a_qk_ptr + p_a).to(ACC) + b_dkk * tl.load(a_kk_ptr + p_a), 0.0)
     b_pairs = tl.cumsum(b_pairs, 0, reverse=True)  # row t holds the sum of the rows from t on
     b_dg = tl.sum(tl.where(below, b_pairs, 0.0), 1)
-    b_within = decays_within(g_ptr, o_t, m_t, head, HV, ACC)
+    b_within = decays_within(g_ptr, first, length, head, HV, ACC, C)
     b_dqk = (b_dqk * b_within * SCALE).to(NARROW)
     b_dkk = (b_dkk * b_within).to(NARROW)
-    b_before, b_after, decay = decays_of_chunk(g_ptr, o_t, last, head, HV, ACC)
-    b_beta = tl.load(beta_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
+    b_before, b_after, decay = load_decays(decays_ptr, chunk, head, HV, C)
+    b_beta = load_scalars(beta_ptr, first, o_t, m_t, head, HV, ACC)
     b_rise = tl.zeros([C], ACC)
     b_fall = tl.zeros([C], ACC)
-    b_dbeta = tl.load(dbeta_ptr + o_t * HV + head, mask=m_t, other=0.0)
+    b_dbeta = load_scalars(dbeta_ptr, first, o_t, m_t, head, HV, ACC)
     b_ddecay = tl.zeros([BK], ACC)
     for start in range(0, K, BK):
         o_k = start + tl.arange(0, BK)
-        b_q = load_rows(q_ptr, o_t, m_t, group, H, o_k, K, NARROW)
-        b_k = load_rows(k_ptr, o_t, m_t, group, H, o_k, K, NARROW)
-        b_in = load_rows(r_in_ptr, o_t, m_t, head, HV, o_k, K, ACC) * (b_before * SCALE)[:, None]
-        b_seen = load_rows(r_seen_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_before[:, None]
-        b_out = load_rows(r_out_ptr, o_t, m_t, head, HV, o_k, K, ACC) * b_after[:, None]
+        b_q = load_rows(q_ptr, first, o_t, m_t, group, H, o_k, K, NARROW)
+        b_k = load_rows(k_ptr, first, o_t, m_t, group, H, o_k, K, NARROW)
+        b_in = load_rows(r_in_ptr, first, o_t, m_t, head, HV, o_k, K, ACC) * (b_before * SCALE)[:, None]
+        b_seen = load_rows(r_seen_ptr, first, o_t, m_t, head, HV, o_k, K, ACC) * b_before[:, None]
+        b_out = load_rows(r_out_ptr, first, o_t, m_t, head, HV, o_k, K, ACC) * b_after[:, None]
         b_dbeta -= tl.sum(b_k.to(ACC) * b_seen, 1)
         b_seen *= -b_beta[:, None]
         b_rise += tl.sum(b_q.to(ACC) * b_in + b_k.to(ACC) * b_seen, 1)
@@ -198,18 +204,18 @@ def head_gradients(
         p_k = (chunk * HV + head) * K + o_k
         b_ddecay += tl.load(ddecay_ptr + p_k, mask=o_k < K, other=0.0)
         b_dq = tl.dot(b_dqk, b_k, b_in, input_precision=PRECISION, out_dtype=ACC)
-        store_rows(dq_ptr, o_t, m_t, head, HV, o_k, K, b_dq)
+        store_rows(dq_ptr, first, o_t, m_t, head, HV, o_k, K, b_dq)
         b_dk = tl.dot(tl.trans(b_dqk), b_q, b_seen + b_out, input_precision=PRECISION, out_dtype=ACC)
         b_dk = tl.dot(b_dkk, b_k, b_dk, input_precision=PRECISION, out_dtype=ACC)
         b_dk = tl.dot(tl.trans(b_dkk), b_k, b_dk, input_precision=PRECISION, out_dtype=ACC)
-        store_rows(dk_ptr, o_t, m_t, head, HV, o_k, K, b_dk)
+        store_rows(dk_ptr, first, o_t, m_t, head, HV, o_k, K, b_dk)
     b_dg += (
         tl.sum(tl.where(below, b_fall[None, :], 0.0), 1)
         + tl.cumsum(b_rise, 0, reverse=True)
         + decay * tl.sum(b_ddecay, 0)
     )
-    tl.store(dg_ptr + o_t * HV + head, b_dg, mask=m_t)
-    tl.store(dbetas_ptr + o_t * HV + head, b_dbeta, mask=m_t)
+    tl.store(dg_ptr + first * HV + head + o_t * HV, b_dg, mask=m_t)
+    tl.store(dbetas_ptr + first * HV + head + o_t * HV, b_dbeta, mask=m_t)
 
 
 @triton.jit
@@ -217,11 +223,11 @@ def sum_heads(
     x_ptr, chunks_ptr, out_ptr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr
 ):
     """Sum x [T, HV, K] over the value heads that share a key head, to out [T, H, K]; grid (NC H, K / BK)."""
-    _, group, first, last = chunk_of(chunks_ptr, H)
+    _, group, first, length = chunk_of(chunks_ptr, H)
     ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
-    o_t = first + tl.arange(0, C)
+    o_t = tl.arange(0, C)
     o_k = tl.program_id(1) * BK + tl.arange(0, BK)
     b_sum = tl.zeros([C, BK], ACC)
     for number in range(HV // H):
-        b_sum += load_rows(x_ptr, o_t, o_t < last, group * (HV // H) + number, HV, o_k, K, ACC)
-    store_rows(out_ptr, o_t, o_t < last, group, H, o_k, K, b_sum)
+        b_sum += load_rows(x_ptr, first, o_t, o_t < length, group * (HV // H) + number, HV, o_k, K, ACC)
+    store_rows(out_ptr, first, o_t, o_t < length, group, H, o_k, K, b_sum)

@@ -26,18 +26,20 @@ MIN_CHUNKS_PER_PART = 8
 """Minimum number of chunks in a part."""
 
 CANDIDATES: dict[str, tuple[Block, ...]] = {
-    "decayed": (Block(1, 64, 4), Block(1, 32, 4), Block(1, 32, 2)),
-    "products_by_channel": (Block(1, 32, 4), Block(1, 128, 4), Block(1, 64, 4), Block(1, 32, 2)),
+    "decayed": (Block(1, 64, 8), Block(1, 32, 4), Block(1, 64, 4)),
+    "terms_by_channel": (Block(1, 16, 4), Block(1, 32, 4)),
     "products_by_head": (Block(1, 64, 4, 3), Block(1, 64, 4, 2), Block(1, 128, 4)),
-    "solve": (Block(1, 1, 2), Block(1, 1, 1), Block(1, 1, 4)),
+    "solve": (Block(1, 1, 4), Block(1, 1, 2), Block(1, 1, 1)),
     "scan_forward": (
         Block(1, 32, 4, 2),
         Block(1, 64, 4, 2),
         Block(1, 128, 4, 2),
         Block(1, 128, 8, 2),
         Block(1, 64, 4, 3),
+        Block(1, 16, 4, 2),
     ),
     "scan_backward": (
+        Block(1, 32, 8, 2),
         Block(1, 32, 4, 2),
         Block(1, 64, 4),
         Block(1, 64, 4, 2),
@@ -47,7 +49,7 @@ CANDIDATES: dict[str, tuple[Block, ...]] = {
     "compose": (Block(1, 16, 8), Block(1, 16, 4), Block(1, 32, 4)),
     "state_gradients": (Block(1, 64, 8, 2), Block(1, 64, 4, 2), Block(1, 128, 8)),
     "product_gradients": (Block(1, 64, 4, 2), Block(1, 128, 4), Block(1, 64, 4, 3)),
-    "channel_gradients": (Block(1, 32, 8), Block(1, 32, 4), Block(1, 64, 8), Block(1, 16, 2)),
+    "channel_gradients": (Block(1, 16, 4), Block(1, 32, 4), Block(1, 32, 8), Block(1, 64, 8), Block(1, 16, 2)),
     "gate_gradients": (Block(1, 32, 4), Block(1, 32, 2), Block(1, 64, 4)),
     "head_gradients": (Block(1, 32, 4), Block(1, 64, 4), Block(1, 128, 8)),
     "sum_heads": (Block(1, 64, 4), Block(1, 128, 4)),
@@ -161,39 +163,43 @@ def _programs(call: Call) -> int:
     return call.chunks * call.value_heads
 
 
+def _decayed_outputs(call: Call) -> list:
+    """Return the outputs q_in, k_in, k_out and decay."""
+    return [*[(call.by_channel, call.dtype)] * 3, ((call.chunks, call.value_heads, call.key), call.wide)]
+
+
 def decayed(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch q, k, g, chunks -> q_in, k_in, k_out, decay."""
     columns = _columns(block, call, call.key)
-    outputs = [*[(call.by_channel, call.dtype)] * 3, ((call.chunks, call.value_heads, call.key), call.wide)]
     grid = (_programs(call), math.ceil(call.key / columns))
-    return _launch(
-        "products", decayed, block, call, grid, outputs, H=call.heads, K=call.key, SCALE=call.scale, BK=columns
-    )
+    constants = dict(H=call.heads, K=call.key, SCALE=call.scale, BK=columns)
+    return _launch("products", decayed, block, call, grid, _decayed_outputs(call), **constants)
 
 
-def _products(builder: Callable, block: Block, call: Call, grid: tuple[int, ...]) -> Launch:
-    """Return a launch with the outputs A_qk and A_kk."""
+def _products(builder: Callable, block: Block, call: Call, outputs: list) -> Launch:
+    """Return a launch with one program per chunk and head, whose last outputs are A_qk and A_kk."""
     constants = dict(
         H=call.heads, K=call.key, SCALE=call.scale, PRECISION=_precision(call), BK=_columns(block, call, call.key)
     )
-    return _launch(
-        "products", builder, block, call, grid, [(call.pairs, call.dtype), (call.pairs, call.wide)], **constants
-    )
+    outputs = [*outputs, (call.pairs, call.dtype), (call.pairs, call.wide)]
+    return _launch("products", builder, block, call, (_programs(call),), outputs, **constants)
 
 
-def products_by_channel(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
-    """Configure the launch q, k, g, chunks -> A_qk, A_kk."""
-    return _products(products_by_channel, block, call, (_programs(call),))
+def terms_by_channel(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
+    """Configure the launch q, k, g, chunks -> q_in, k_in, k_out, decay, A_qk, A_kk."""
+    return _products(terms_by_channel, block, call, _decayed_outputs(call))
 
 
 def products_by_head(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
-    """Configure the launch q, k, g, chunks -> A_qk, A_kk."""
-    return _products(products_by_head, block, call, (_programs(call),))
+    """Configure the launch q, k, g, chunks -> decays, A_qk, A_kk."""
+    decays = ((call.chunks, call.value_heads, 2, call.chunk_size), call.wide)
+    return _products(products_by_head, block, call, [decays])
 
 
 def solve(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
-    """Configure the launch A_kk, beta, chunks -> inverse."""
-    return _launch("products", solve, block, call, (_programs(call),), [(call.pairs, call.dtype)], PRECISION="ieee")
+    """Configure the launch A_kk, beta, chunks -> inverse, steps."""
+    outputs = [(call.pairs, call.dtype), (call.pairs[:3], call.wide)]
+    return _launch("products", solve, block, call, (_programs(call),), outputs, PRECISION="ieee")
 
 
 def _scan(builder: Callable, block: Block, call: Call, width: int, outputs: list, **flags: int | bool) -> Launch:
@@ -228,7 +234,7 @@ def scan_forward(
 ) -> Launch:
     """Configure the launch; outputs that the flags exclude have shape [0].
 
-    q_in, k_in, k_out, v, decay, beta, A_qk, inverse, initial, sequences -> o, starts, errors, final.
+    q_in, k_in, k_out, v, decay, steps, A_qk, inverse, initial, sequences -> o, starts, errors, final.
 
     Args:
         block: tuned parameters.
@@ -256,7 +262,7 @@ def scan_backward(
 ) -> Launch:
     """Configure the launch; outputs that the flags exclude have shape [0]. from_zero starts from 0 instead of dfinal.
 
-    q_in, k_in, k_out, decay, beta, A_qk, inverse, do, dfinal, sequences -> dx, dends, dinitial.
+    q_in, k_in, k_out, decay, steps, A_qk, inverse, do, dfinal, sequences -> dx, dends, dinitial.
     """
     outputs = [
         (call.by_value if save else (0,), call.dtype),
@@ -360,7 +366,7 @@ def gate_gradients(block: Block, lead: tuple[int, ...], call: Call, slices: int)
 def head_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch for a decay per head.
 
-    q, k, g, beta, A_qk, A_kk, dA_qk, dA_kk, r_in, r_seen, r_out, ddecay, dbeta, chunks -> dq, dk, dg, dbeta.
+    q, k, g, beta, decays, A_qk, A_kk, dA_qk, dA_kk, r_in, r_seen, r_out, ddecay, dbeta, chunks -> dq, dk, dg, dbeta.
     """
     outputs = [*[(call.by_channel, call.dtype)] * 2, (call.by_channel[:2], call.gate), (call.by_channel[:2], call.beta)]
     columns = _columns(block, call, call.key)

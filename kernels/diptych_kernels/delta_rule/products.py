@@ -44,24 +44,48 @@ LIMIT = tl.constexpr(60.0)
 
 @triton.jit
 def chunk_of(chunks_ptr, HV: tl.constexpr):
-    """Return this program's chunk, head and half-open token range, int64."""
+    """Return this program's chunk, head and first token, int64, and the number of tokens."""
     chunk = tl.program_id(0).to(tl.int64) // HV
     head = tl.program_id(0).to(tl.int64) % HV
-    return chunk, head, tl.load(chunks_ptr + 2 * chunk).to(tl.int64), tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64)
+    first = tl.load(chunks_ptr + 2 * chunk)
+    return chunk, head, first.to(tl.int64), tl.load(chunks_ptr + 2 * chunk + 1) - first
 
 
 @triton.jit
-def load_rows(x_ptr, o_t, m_t, head, H: tl.constexpr, o_d, D: tl.constexpr, ACC: tl.constexpr):
-    """Load the tile [tokens, columns] of one head of x [T, H, D], with 0 for missing tokens and columns."""
-    mask = m_t[:, None] & (o_d[None, :] < D)
-    return tl.load(x_ptr + (o_t * H + head)[:, None] * D + o_d[None, :], mask=mask, other=0.0).to(ACC)
+def load_rows(
+    x_ptr, first, o_t, m_t, head,
+    H: tl.constexpr, o_d, D: tl.constexpr, ACC: tl.constexpr, HAS_COLUMNS: tl.constexpr = False,
+):  # fmt: skip
+    """Load the tile [tokens, columns] of one head of x [T, H, D], with 0 for missing tokens and columns.
+
+    ``o_t`` counts from the token ``first``. Offsets from there are int32, and those of a thread differ by constants, so
+    that it needs one address. A load without a mask has fewer instructions: m_t is None if no token is missing, and
+    HAS_COLUMNS says that no column is.
+    """
+    p_x = x_ptr + (first * H + head) * D + (o_t * (H * D))[:, None] + o_d[None, :]
+    if m_t is None and HAS_COLUMNS:
+        return tl.load(p_x).to(ACC)
+    mask = o_d[None, :] < D if m_t is None else m_t[:, None] & (o_d[None, :] < D)
+    return tl.load(p_x, mask=mask, other=0.0).to(ACC)
 
 
 @triton.jit
-def store_rows(x_ptr, o_t, m_t, head, H: tl.constexpr, o_d, D: tl.constexpr, b_x):
-    """Store the tile [tokens, columns] of one head of x [T, H, D]."""
-    mask = m_t[:, None] & (o_d[None, :] < D)
-    tl.store(x_ptr + (o_t * H + head)[:, None] * D + o_d[None, :], b_x, mask=mask)
+def store_rows(
+    x_ptr, first, o_t, m_t, head, H: tl.constexpr, o_d, D: tl.constexpr, b_x, HAS_COLUMNS: tl.constexpr = False
+):
+    """Store the tile [tokens, columns] of one head of x [T, H, D]; arguments as for load_rows."""
+    p_x = x_ptr + (first * H + head) * D + (o_t * (H * D))[:, None] + o_d[None, :]
+    if m_t is None and HAS_COLUMNS:
+        tl.store(p_x, b_x)
+    else:
+        tl.store(p_x, b_x, mask=o_d[None, :] < D if m_t is None else m_t[:, None] & (o_d[None, :] < D))
+
+
+@triton.jit
+def load_scalars(x_ptr, first, o_t, m_t, head, H: tl.constexpr, ACC: tl.constexpr):
+    """Load one number per token of one head of x [T, H], with 0 for missing tokens; arguments as for load_rows."""
+    p_x = x_ptr + first * H + head + o_t * H
+    return tl.load(p_x).to(ACC) if m_t is None else tl.load(p_x, mask=m_t, other=0.0).to(ACC)
 
 
 @triton.jit
@@ -82,30 +106,24 @@ def decayed(
     BK: tl.constexpr,
 ):
     """Compute q_in, k_in, k_out [T, HV, K] and the decays exp(G_C) [NC, HV, K] of chunks; grid (NC HV, K / BK)."""
-    ACC: tl.constexpr = decay_ptr.dtype.element_ty
-    chunk, head, first, last = chunk_of(chunks_ptr, HV)
-    o_t = first + tl.arange(0, C)
-    m_t = o_t < last
+    chunk, head, first, length = chunk_of(chunks_ptr, HV)
     o_k = tl.program_id(1) * BK + tl.arange(0, BK)
-    b_g = load_rows(g_ptr, o_t, m_t, head, HV, o_k, K, ACC)
-    b_next = load_rows(g_ptr, o_t + 1, o_t + 1 < last, head, HV, o_k, K, ACC)
-    b_before = exp_of(tl.cumsum(b_g, 0))
-    b_after = exp_of(tl.cumsum(b_next, 0, reverse=True))
-    group = head // (HV // H)
-    b_q = load_rows(q_ptr, o_t, m_t, group, H, o_k, K, ACC)
-    store_rows(q_in_ptr, o_t, m_t, head, HV, o_k, K, b_q * b_before * SCALE)
-    b_k = load_rows(k_ptr, o_t, m_t, group, H, o_k, K, ACC)
-    store_rows(k_in_ptr, o_t, m_t, head, HV, o_k, K, b_k * b_before)
-    store_rows(k_out_ptr, o_t, m_t, head, HV, o_k, K, b_k * b_after)
-    tl.store(decay_ptr + (chunk * HV + head) * K + o_k, exp_of(tl.sum(b_g, 0)), mask=o_k < K)
+    _store_decayed(
+        q_ptr, k_ptr, g_ptr, q_in_ptr, k_in_ptr, k_out_ptr, decay_ptr, chunk, head, first, length, o_k, None, None,
+        H, HV, K, SCALE, C, BK, None, False,
+    )  # fmt: skip
 
 
 @triton.jit
-def products_by_channel(
+def terms_by_channel(
     q_ptr,
     k_ptr,
     g_ptr,
     chunks_ptr,
+    q_in_ptr,
+    k_in_ptr,
+    k_out_ptr,
+    decay_ptr,
     a_qk_ptr,
     a_kk_ptr,
     H: tl.constexpr,
@@ -116,15 +134,25 @@ def products_by_channel(
     C: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Compute A_qk and A_kk [NC, HV, C, C] with one decay per channel; grid (NC HV,).
+    """Compute the results of ``decayed``, and A_qk and A_kk [NC, HV, C, C], with one decay per channel; grid (NC HV,).
 
     Tiles above the diagonal are not written.
     """
     ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
-    chunk, head, first, last = chunk_of(chunks_ptr, HV)
+    NARROW: tl.constexpr = k_ptr.dtype.element_ty
+    chunk, head, first, length = chunk_of(chunks_ptr, HV)
     p_a = (chunk * HV + head) * (C * C)
-    if _is_mild_chunk(g_ptr, first, last, head, HV, K, ACC, k_ptr.dtype.element_ty, C, BK):
-        b_qk, b_kk = _whole_chunk(q_ptr, k_ptr, g_ptr, first, last, head, H, HV, K, PRECISION, ACC, C, BK)
+    is_mild = (length >= 0) & (NARROW.primitive_bitwidth == 16)
+    b_qk = tl.zeros([C, C], ACC)
+    b_kk = tl.zeros([C, C], ACC)
+    for start in range(0, K, BK):
+        o_k = start + tl.arange(0, BK)
+        b_qk, b_kk, lowest = _store_decayed(
+            q_ptr, k_ptr, g_ptr, q_in_ptr, k_in_ptr, k_out_ptr, decay_ptr, chunk, head, first, length, o_k, b_qk, b_kk,
+            H, HV, K, SCALE, C, BK, PRECISION, NARROW.primitive_bitwidth == 16,
+        )  # fmt: skip
+        is_mild = is_mild & (lowest > -LIMIT)
+    if is_mild:
         o_i = tl.arange(0, C)[:, None]
         o_j = tl.arange(0, C)[None, :]
         m_a = o_i // TILE >= o_j // TILE
@@ -133,58 +161,93 @@ def products_by_channel(
     else:
         for row in range(0, C // TILE):
             for column in range(0, row):
-                b_qk, b_kk = _lower_tile(
-                    q_ptr, k_ptr, g_ptr, first, last, row, column, head, H, HV, K, PRECISION, ACC, C, BK
+                b_qk_tile, b_kk_tile = _lower_tile(
+                    q_ptr, k_ptr, g_ptr, first, length, row, column, head, H, HV, K, PRECISION, ACC, C, BK
                 )
-                _store_tile(a_qk_ptr + p_a, row, column, b_qk * SCALE, C)
-                _store_tile(a_kk_ptr + p_a, row, column, b_kk, C)
-            b_qk, b_kk = _diagonal_tile(q_ptr, k_ptr, g_ptr, first + row * TILE, last, head, H, HV, K, ACC, BK)
-            _store_tile(a_qk_ptr + p_a, row, row, b_qk * SCALE, C)
-            _store_tile(a_kk_ptr + p_a, row, row, b_kk, C)
+                _store_tile(a_qk_ptr + p_a, row, column, b_qk_tile * SCALE, C)
+                _store_tile(a_kk_ptr + p_a, row, column, b_kk_tile, C)
+            b_qk_tile, b_kk_tile = _diagonal_tile(
+                q_ptr, k_ptr, g_ptr, first + row * TILE, length - row * TILE, head, H, HV, K, ACC, BK
+            )
+            _store_tile(a_qk_ptr + p_a, row, row, b_qk_tile * SCALE, C)
+            _store_tile(a_kk_ptr + p_a, row, row, b_kk_tile, C)
 
 
 @triton.jit
-def _is_mild_chunk(
-    g_ptr, first, last, head,
-    HV: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, NARROW: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+def _store_decayed(
+    q_ptr, k_ptr, g_ptr, q_in_ptr, k_in_ptr, k_out_ptr, decay_ptr, chunk, head, first, length, o_k, b_qk, b_kk,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, WITH_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Return whether keys may be multiplied by the decays since the first token of a chunk, in all channels."""
-    mildest = (last >= first) & (NARROW.primitive_bitwidth == 16)
-    if NARROW.primitive_bitwidth == 16:
-        for start in range(0, K, BK):
-            _, is_mild = decays_since_start(g_ptr, first, last, head, HV, start + tl.arange(0, BK), K, ACC, NARROW, C)
-            mildest = mildest & is_mild
-    return mildest
+    """Store q_in, k_in, k_out and the decays of some channels of a chunk.
 
-
-@triton.jit
-def _whole_chunk(
-    q_ptr, k_ptr, g_ptr, first, last, head,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Compute A_qk / SCALE and A_kk of a chunk, [C, C] with arbitrary elements above the diagonal."""
+    Returns:
+        q and k that decay from the first token of the chunk, k divided by this decay, and the least of its logarithms.
+    """
+    ACC: tl.constexpr = decay_ptr.dtype.element_ty
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
-    o_t = first + tl.arange(0, C)
+    o_c = tl.arange(0, C)
+    m_t = o_c < length
     group = head // (HV // H)
-    b_qk = tl.zeros([C, C], ACC)
-    b_kk = tl.zeros([C, C], ACC)
-    for start in range(0, K, BK):
-        o_k = start + tl.arange(0, BK)
-        b_since, _ = decays_since_start(g_ptr, first, last, head, HV, o_k, K, ACC, NARROW, C)
-        b_decay = exp_of(b_since)
-        b_k = load_rows(k_ptr, o_t, o_t < last, group, H, o_k, K, ACC)
-        b_q = (load_rows(q_ptr, o_t, o_t < last, group, H, o_k, K, ACC) * b_decay).to(NARROW)
-        b_keys = tl.trans((b_k * exp_of(-b_since)).to(NARROW))
-        b_k = (b_k * b_decay).to(NARROW)
-        b_qk = tl.dot(b_q, b_keys, b_qk, input_precision=PRECISION, out_dtype=ACC)
-        b_kk = tl.dot(b_k, b_keys, b_kk, input_precision=PRECISION, out_dtype=ACC)
-    return b_qk, b_kk
+    o_i = o_c[:, None]
+    o_j = o_c[None, :]
+    HAS_COLUMNS: tl.constexpr = K % BK == 0
+    b_g = load_rows(g_ptr, first, o_c, m_t, head, HV, o_k, K, ACC, HAS_COLUMNS)
+    if NARROW.primitive_bitwidth == 16:
+        b_high, b_low = _in_float16(b_g)
+        b_since = _sums((o_j > 0) & (o_j <= o_i), b_high, b_low)
+    else:
+        b_since = tl.cumsum(tl.where(o_i > 0, b_g, 0.0), 0)
+    m_first = (o_k < K) & (0 * o_k < length)
+    b_first = exp_of(tl.load(g_ptr + (first * HV + head) * K + o_k, mask=m_first, other=0.0).to(ACC))[None, :]
+    b_decay = exp_of(b_since)
+    m_decay = (o_i == C - 1) & (o_k < K)[None, :]
+    p_decay = decay_ptr + (chunk * HV + head) * K
+    tl.store(p_decay + tl.broadcast_to(o_k[None, :], b_decay.shape), b_decay * b_first, mask=m_decay)
+    b_q = load_rows(q_ptr, first, o_c, m_t, group, H, o_k, K, ACC, HAS_COLUMNS) * b_decay
+    b_keys = load_rows(k_ptr, first, o_c, m_t, group, H, o_k, K, ACC, HAS_COLUMNS)
+    b_k = b_keys * b_decay
+    lowest = tl.min(b_since)
+    if WITH_PRODUCTS:  # infinite or NaN if the decay is strong
+        b_grown = tl.trans((b_keys * exp_of(-b_since)).to(NARROW))
+        b_qk = tl.dot(b_q.to(NARROW), b_grown, b_qk, input_precision=PRECISION, out_dtype=ACC)
+        b_kk = tl.dot(b_k.to(NARROW), b_grown, b_kk, input_precision=PRECISION, out_dtype=ACC)
+    store_rows(q_in_ptr, first, o_c, m_t, head, HV, o_k, K, b_q * (b_first * SCALE), HAS_COLUMNS)
+    store_rows(k_in_ptr, first, o_c, m_t, head, HV, o_k, K, b_k * b_first, HAS_COLUMNS)
+    if NARROW.primitive_bitwidth == 16:
+        b_after = _sums(o_j > o_i, b_high, b_low)
+    else:
+        b_next = load_rows(g_ptr, first + 1, o_c, o_c + 1 < length, head, HV, o_k, K, ACC)
+        b_after = tl.cumsum(b_next, 0, reverse=True)
+    store_rows(k_out_ptr, first, o_c, m_t, head, HV, o_k, K, b_keys * exp_of(b_after), HAS_COLUMNS)
+    return b_qk, b_kk, lowest
+
+
+@triton.jit
+def _in_float16(b_g):
+    """Return two float16 whose sum is g with an error of at most 2^-22 of its size or 2^-25.
+
+    This is less than what rounding a decay to 16 bits changes. Infinite decays become finite, because products with
+    zeros would make NaN of them.
+    """
+    b_g = tl.where(b_g < -6e4, -6e4, b_g)
+    b_high = b_g.to(tl.float16)
+    return b_high, (b_g - b_high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _sums(mask, b_high, b_low):
+    """Return, for every token i, the sums of g over the tokens j with mask[i, j], float32.
+
+    They are products, because tensor cores add faster than threads that exchange sums.
+    """
+    b_ones = mask.to(tl.float16)
+    return tl.dot(b_ones, b_high, tl.dot(b_ones, b_low))
 
 
 @triton.jit
 def _diagonal_tile(
-    q_ptr, k_ptr, g_ptr, first, last, head,
+    q_ptr, k_ptr, g_ptr, first, length, head,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Compute A_qk / SCALE and A_kk of a diagonal tile, by products or column by column from the last.
@@ -192,15 +255,14 @@ def _diagonal_tile(
     b_sums holds the sums of g from the token after the column to each row.
     """
     o_r = tl.arange(0, TILE)
-    o_t = first + o_r
     group = head // (HV // H)
     b_qk = tl.zeros([TILE, TILE], ACC)
     b_kk = tl.zeros([TILE, TILE], ACC)
     for start in range(0, K, BK):
         o_k = start + tl.arange(0, BK)
-        b_q = load_rows(q_ptr, o_t, o_t < last, group, H, o_k, K, ACC)
-        b_k = load_rows(k_ptr, o_t, o_t < last, group, H, o_k, K, ACC)
-        b_since, is_mild = decays_since_start(g_ptr, first, last, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE)
+        b_q = load_rows(q_ptr, first, o_r, o_r < length, group, H, o_k, K, ACC)
+        b_k = load_rows(k_ptr, first, o_r, o_r < length, group, H, o_k, K, ACC)
+        b_since, is_mild = decays_since_start(g_ptr, first, length, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE)
         if is_mild:
             b_keys = tl.trans(b_k * exp_of(-b_since))
             b_decay = exp_of(b_since)
@@ -211,7 +273,7 @@ def _diagonal_tile(
             for step in range(TILE):
                 column = TILE - 1 - step
                 t = first + column
-                mask = (o_k < K) & ((t + 0 * o_k) < last)
+                mask = (o_k < K) & ((column + 0 * o_k) < length)
                 b_key = tl.load(k_ptr + (t * H + group) * K + o_k, mask=mask, other=0.0).to(ACC)
                 b_key = exp_of(b_sums) * b_key[None, :]
                 here = (o_r == column)[None, :]
@@ -225,7 +287,7 @@ def _diagonal_tile(
 
 @triton.jit
 def decays_since_start(
-    g_ptr, first, last, head,
+    g_ptr, first, length, head,
     HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return the log decays of ROWS tokens since ``first``, [ROWS, BK], and whether keys may be multiplied by them.
@@ -233,14 +295,14 @@ def decays_since_start(
     Types of more than 16 bits would lose digits: rounding of an exponent is relative to its size.
     """
     o_r = tl.arange(0, ROWS)
-    o_t = first + o_r
-    b_since = tl.cumsum(load_rows(g_ptr, o_t, (o_t < last) & (o_r > 0), head, HV, o_k, K, ACC), 0)
+    b_g = load_rows(g_ptr, first, o_r, (o_r < length) & (o_r > 0), head, HV, o_k, K, ACC)
+    b_since = tl.cumsum(b_g, 0)
     return b_since, (NARROW.primitive_bitwidth == 16) & (tl.min(b_since) > -LIMIT)
 
 
 @triton.jit
 def decays_around(
-    g_ptr, first, last, row, column, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
+    g_ptr, first, length, row, column, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
 ):
     """Return the decays of two tiles around the first token of the later tile ``row``, [TILE, BK] each.
 
@@ -248,58 +310,58 @@ def decays_around(
     each token of the earlier tile ``column`` up to that start.
     """
     o_r = tl.arange(0, TILE)
-    b_rows = load_rows(g_ptr, first + row * TILE + o_r, first + row * TILE + o_r < last, head, HV, o_k, K, ACC)
+    o_i = row * TILE + o_r
+    b_rows = load_rows(g_ptr, first, o_i, o_i < length, head, HV, o_k, K, ACC)
     o_j = o_r + column * TILE
-    m_j = (first + o_j + 1 < last) & (o_r < TILE - 1)
-    b_keys = load_rows(g_ptr, first + o_j + 1, m_j, head, HV, o_k, K, ACC)
+    m_j = (o_j + 1 < length) & (o_r < TILE - 1)
+    b_keys = load_rows(g_ptr, first + 1, o_j, m_j, head, HV, o_k, K, ACC)
     o_c = tl.arange(0, C)
-    m_c = (o_c >= (column + 1) * TILE) & (o_c < row * TILE) & (first + o_c < last)
-    b_between = tl.sum(load_rows(g_ptr, first + o_c, m_c, head, HV, o_k, K, ACC), 0)
+    m_c = (o_c >= (column + 1) * TILE) & (o_c < row * TILE) & (o_c < length)
+    b_between = tl.sum(load_rows(g_ptr, first, o_c, m_c, head, HV, o_k, K, ACC), 0)
     return exp_of(tl.cumsum(b_rows, 0)), exp_of(tl.cumsum(b_keys, 0, reverse=True) + b_between[None, :])
 
 
 @triton.jit
 def _lower_tile(
-    q_ptr, k_ptr, g_ptr, first, last, row, column, head,
+    q_ptr, k_ptr, g_ptr, first, length, row, column, head,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Compute A_qk / SCALE and A_kk of a tile below the diagonal, from rows and keys that ``decays_around`` decays."""
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
     o_r = tl.arange(0, TILE)
-    o_i = first + row * TILE + o_r
-    o_j = first + column * TILE + o_r
+    o_i = row * TILE + o_r
+    o_j = column * TILE + o_r
     group = head // (HV // H)
     b_qk = tl.zeros([TILE, TILE], ACC)
     b_kk = tl.zeros([TILE, TILE], ACC)
     for start in range(0, K, BK):
         o_k = start + tl.arange(0, BK)
-        b_since, b_until = decays_around(g_ptr, first, last, row, column, head, HV, o_k, K, ACC, C)
-        b_keys = tl.trans(load_rows(k_ptr, o_j, o_j < last, group, H, o_k, K, ACC) * b_until).to(NARROW)
-        b_q = (load_rows(q_ptr, o_i, o_i < last, group, H, o_k, K, ACC) * b_since).to(NARROW)
-        b_k = (load_rows(k_ptr, o_i, o_i < last, group, H, o_k, K, ACC) * b_since).to(NARROW)
+        b_since, b_until = decays_around(g_ptr, first, length, row, column, head, HV, o_k, K, ACC, C)
+        b_keys = tl.trans(load_rows(k_ptr, first, o_j, o_j < length, group, H, o_k, K, ACC) * b_until).to(NARROW)
+        b_q = (load_rows(q_ptr, first, o_i, o_i < length, group, H, o_k, K, ACC) * b_since).to(NARROW)
+        b_k = (load_rows(k_ptr, first, o_i, o_i < length, group, H, o_k, K, ACC) * b_since).to(NARROW)
         b_qk = tl.dot(b_q, b_keys, b_qk, input_precision=PRECISION, out_dtype=ACC)
         b_kk = tl.dot(b_k, b_keys, b_kk, input_precision=PRECISION, out_dtype=ACC)
     return b_qk, b_kk
 
 
 @triton.jit
-def decays_within(g_ptr, o_t, m_t, head, HV: tl.constexpr, ACC: tl.constexpr):
+def decays_within(g_ptr, first, length, head, HV: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr):
     """Return exp(G_i - G_j) for i >= j, else 0, [C, C], with one decay per token."""
-    C: tl.constexpr = o_t.shape[0]
     o_c = tl.arange(0, C)
-    b_g = tl.load(g_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
+    b_g = load_scalars(g_ptr, first, o_c, o_c < length, head, HV, ACC)
     below = o_c[:, None] > o_c[None, :]
     b_sums = tl.cumsum(tl.where(below, b_g[:, None], 0.0), 0)
     return tl.where(o_c[:, None] >= o_c[None, :], exp_of(b_sums), 0.0)
 
 
 @triton.jit
-def decays_of_chunk(g_ptr, o_t, last, head, HV: tl.constexpr, ACC: tl.constexpr):
-    """Return exp(G) [C], exp(G_C - G) [C] and the scalar exp(G_C), with one decay per token."""
-    b_g = tl.load(g_ptr + o_t * HV + head, mask=o_t < last, other=0.0).to(ACC)
-    b_next = tl.load(g_ptr + (o_t + 1) * HV + head, mask=o_t + 1 < last, other=0.0).to(ACC)
-    return exp_of(tl.cumsum(b_g, 0)), exp_of(tl.cumsum(b_next, 0, reverse=True)), exp_of(tl.sum(b_g, 0))
+def load_decays(decays_ptr, chunk, head, HV: tl.constexpr, C: tl.constexpr):
+    """Return exp(G) [C], exp(G_C - G) [C] and the scalar exp(G_C) from the decays of products_by_head."""
+    p_decays = decays_ptr + (chunk * HV + head) * (2 * C)
+    o_c = tl.arange(0, C)
+    return tl.load(p_decays + o_c), tl.load(p_decays + C + o_c), tl.load(p_decays + (C - 1))
 
 
 @triton.jit
@@ -308,6 +370,7 @@ def products_by_head(
     k_ptr,
     g_ptr,
     chunks_ptr,
+    decays_ptr,
     a_qk_ptr,
     a_kk_ptr,
     H: tl.constexpr,
@@ -318,22 +381,31 @@ def products_by_head(
     C: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Compute A_qk and A_kk [NC, HV, C, C] with one decay per token and head; grid (NC HV,)."""
+    """Compute A_qk and A_kk [NC, HV, C, C] with one decay per token and head; grid (NC HV,).
+
+    Also compute the decays exp(G) and exp(G_C - G) of the tokens [NC, HV, 2, C]. Missing tokens have no decay, so that
+    the last exp(G) is exp(G_C).
+    """
     ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
-    chunk, head, first, last = chunk_of(chunks_ptr, HV)
+    NARROW: tl.constexpr = k_ptr.dtype.element_ty
+    chunk, head, first, length = chunk_of(chunks_ptr, HV)
     o_c = tl.arange(0, C)
-    o_t = first + o_c
-    m_t = o_t < last
+    m_t = o_c < length
     group = head // (HV // H)
     b_qk = tl.zeros([C, C], ACC)
     b_kk = tl.zeros([C, C], ACC)
     for start in range(0, K, BK):
         o_k = start + tl.arange(0, BK)
-        b_q = load_rows(q_ptr, o_t, m_t, group, H, o_k, K, q_ptr.dtype.element_ty)
-        b_k = load_rows(k_ptr, o_t, m_t, group, H, o_k, K, k_ptr.dtype.element_ty)
+        b_q = load_rows(q_ptr, first, o_c, m_t, group, H, o_k, K, NARROW)
+        b_k = load_rows(k_ptr, first, o_c, m_t, group, H, o_k, K, NARROW)
         b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PRECISION, out_dtype=ACC)
         b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PRECISION, out_dtype=ACC)
-    b_decay = decays_within(g_ptr, o_t, m_t, head, HV, ACC)
+    p_decays = decays_ptr + (chunk * HV + head) * (2 * C) + o_c
+    b_g = load_scalars(g_ptr, first, o_c, m_t, head, HV, ACC)
+    tl.store(p_decays, exp_of(tl.cumsum(b_g, 0)))
+    b_g = load_scalars(g_ptr, first + 1, o_c, o_c + 1 < length, head, HV, ACC)
+    tl.store(p_decays + C, exp_of(tl.cumsum(b_g, 0, reverse=True)))
+    b_decay = decays_within(g_ptr, first, length, head, HV, ACC, C)
     p_a = (chunk * HV + head) * (C * C) + o_c[:, None] * C + o_c[None, :]
     tl.store(a_qk_ptr + p_a, b_qk * b_decay * SCALE)
     tl.store(a_kk_ptr + p_a, tl.where(o_c[:, None] > o_c[None, :], b_kk * b_decay, 0.0))
@@ -345,25 +417,30 @@ def solve(
     beta_ptr,
     chunks_ptr,
     inverse_ptr,
+    steps_ptr,
     HV: tl.constexpr,
     PRECISION: tl.constexpr,
     C: tl.constexpr,
 ):
     """Compute inverse [NC, HV, C, C] on and below the diagonal, C <= 64; grid (NC HV,).
 
+    Also copy the step sizes to [NC, HV, C], with 0 for missing tokens, so that the scans load a chunk's from one place.
     All loads precede the substitution, so that a program waits for memory once.
     """
     ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
-    chunk, head, first, last = chunk_of(chunks_ptr, HV)
+    chunk, head, first, length = chunk_of(chunks_ptr, HV)
     p_a = a_kk_ptr + (chunk * HV + head) * (C * C)
     p_out = inverse_ptr + (chunk * HV + head) * (C * C)
     p_beta = beta_ptr + first * HV + head
+    o_c = tl.arange(0, C)
+    b_steps = load_scalars(beta_ptr, first, o_c, o_c < length, head, HV, ACC)
+    tl.store(steps_ptr + (chunk * HV + head) * C + o_c, b_steps)
     ROWS: tl.constexpr = C // TILE
     scaled = ()
     for row in tl.static_range(ROWS):
         for column in tl.static_range(row):
-            scaled = scaled + (_scaled_tile(p_a, p_beta, row, column, last - first, HV, ACC, C),)
-    b_diagonal = _invert_diagonal(p_a, p_beta, last - first, HV, ACC, C)
+            scaled = scaled + (_scaled_tile(p_a, p_beta, row, column, length, HV, ACC, C),)
+    b_diagonal = _invert_diagonal(p_a, p_beta, length, HV, ACC, C)
     o_n = tl.arange(0, ROWS)[:, None, None]
     inverted = ()
     for row in tl.static_range(ROWS):
@@ -395,19 +472,32 @@ def _scaled_tile(p_a, p_beta, row, column, length, HV: tl.constexpr, ACC: tl.con
 def _invert_diagonal(p_a, p_beta, length, HV: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr):
     """Invert the tiles I + diag(beta) A_kk on the diagonal, [C / TILE, TILE, TILE], all at once and row by row.
 
-    A_kk is loaded transposed, so that the factors of a row are along the axis over which its products are summed.
+    A thread has one column of one tile, so that the factors of a row are the same for 16 threads, which load them.
     """
-    o_n = tl.arange(0, C // TILE)[:, None, None]
-    o_r = tl.arange(0, TILE)[None, :, None]
-    o_c = tl.arange(0, TILE)[None, None, :]
-    b_beta = tl.load(p_beta + (o_n * TILE + o_c) * HV, mask=o_n * TILE + o_c < length, other=0.0).to(ACC)
-    b_a = tl.load(p_a + (o_n * TILE + o_c) * C + o_n * TILE + o_r) * b_beta
-    b_inverse = tl.where((o_r == o_c) & (o_n >= 0), 1.0, 0.0).to(ACC)
-    for row in range(1, TILE):
-        b_factors = tl.sum(tl.where(o_c == row, b_a, 0.0), 2, keep_dims=True)
-        b_row = tl.sum(b_factors * b_inverse, 1, keep_dims=True)
-        b_inverse = tl.where(o_r == row, b_inverse - b_row, b_inverse)
-    return b_inverse
+    TILES: tl.constexpr = C // TILE
+    o_n = tl.broadcast_to(tl.arange(0, TILES)[:, None], [TILES, TILE])
+    o_c = tl.broadcast_to(tl.arange(0, TILE)[None, :], [TILES, TILE])
+    rows = ()
+    for row in tl.static_range(TILE):
+        o_i = o_n * TILE + row
+        b_row = tl.zeros([TILES, TILE], ACC)
+        for column in tl.static_range(row):
+            b_row += tl.load(p_a + o_i * C + o_n * TILE + column) * rows[column]
+        b_beta = tl.load(p_beta + o_i * HV, mask=o_i < length, other=0.0).to(ACC)
+        rows = rows + (tl.where(o_c == row, 1.0, -b_beta * b_row),)
+    return tl.permute(_joined(rows), (0, 2, 1))
+
+
+@triton.jit
+def _joined(rows):
+    """Return TILE arrays [N, M] as one array [N, M, TILE], without moving elements between threads."""
+    pairs = rows
+    for half in tl.static_range(4):
+        joined = ()
+        for i in tl.static_range(TILE >> (half + 1)):
+            joined = joined + (tl.join(pairs[i], pairs[i + (TILE >> (half + 1))]),)
+        pairs = joined
+    return tl.reshape(pairs[0], [rows[0].shape[0], rows[0].shape[1], TILE])
 
 
 @triton.jit

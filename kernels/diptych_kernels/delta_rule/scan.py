@@ -27,7 +27,7 @@ The file scan.py of both backends contains the reference implementation.
 import triton
 import triton.language as tl
 
-from diptych_kernels.delta_rule.products import TILE, decays_of_chunk, load_rows, store_rows
+from diptych_kernels.delta_rule.products import TILE, load_decays, load_rows, store_rows
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def scan_forward(
     k_out_ptr,
     v_ptr,
     decay_ptr,
-    beta_ptr,
+    steps_ptr,
     a_qk_ptr,
     inverse_ptr,
     initial_ptr,
@@ -98,62 +98,88 @@ def scan_forward(
     write final [N, HV, K, W].
 
     With PER_CHANNEL, q, k_in and k_out have HV heads and are decayed, and decay [NC, HV, K] is exp(G_C). Otherwise they
-    are the plain q and k of H heads, and decay is g [T, HV]. With FROM_ZERO, the initial states are 0 and ``initial``
-    [N, HV, K, V] is not read.
+    are the plain q and k of H heads, and decay [NC, HV, 2, C] is that of products_by_head. With FROM_ZERO, the initial
+    states are 0 and ``initial`` [N, HV, K, V] is not read.
 
     final is the last state. If W is V + K, it is [H | M] with H the last state. The columns of M start as the identity
     and use values of 0. If H starts from 0, the map of states is S_last = M S_first + H.
     """
     ACC: tl.constexpr = final_ptr.dtype.element_ty
-    NARROW: tl.constexpr = v_ptr.dtype.element_ty
     sequence, head, slice_index, first, last, chunk = sequence_of(sequences_ptr, HV, SLICES)
     o_k = tl.arange(0, KP)
-    o_v = slice_index * BV + tl.arange(0, BV)
-    o_c = tl.arange(0, C)
+    o_v = slice_index.to(tl.int32) * BV + tl.arange(0, BV)
     p_state = o_k[:, None] * W + o_v[None, :]
     m_state = (o_k[:, None] < K) & (o_v[None, :] < W)
-    QH: tl.constexpr = HV if PER_CHANNEL else H
-    group = head // (HV // QH)
     b_s = tl.where(o_v[None, :] - V == o_k[:, None], 1.0, 0.0).to(ACC)
     if not FROM_ZERO:
         p_initial = initial_ptr + (sequence * HV + head) * (K * V) + o_k[:, None] * V + o_v[None, :]
         b_s += tl.load(p_initial, mask=(o_k[:, None] < K) & (o_v[None, :] < V), other=0.0)
-    for start in range(first, last, C):
-        o_t = start + o_c
-        stop = tl.minimum(start + C, last)
-        m_t = o_t < stop
-        b_narrow = b_s.to(NARROW)
-        if SAVE:
-            tl.store(starts_ptr + (chunk * HV + head) * (K * W) + p_state, b_narrow, mask=m_state)
-        b_beta = tl.load(beta_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)
-        b_k = load_rows(k_in_ptr, o_t, m_t, group, QH, o_k, K, NARROW)
-        b_seen = tl.dot(b_k, b_narrow, input_precision=PRECISION, out_dtype=ACC)
-        if not PER_CHANNEL:
-            b_before, b_after, decay = decays_of_chunk(decay_ptr, o_t, stop, head, HV, ACC)
-            b_seen *= b_before[:, None]
-        b_x = (load_rows(v_ptr, o_t, m_t, head, HV, o_v, V, ACC) - b_seen) * b_beta[:, None]
-        b_inverse = load_lower(inverse_ptr, chunk, head, HV, C, o_c[:, None], o_c[None, :])
-        b_e = tl.dot(b_inverse, b_x.to(NARROW), input_precision=PRECISION, out_dtype=ACC)
-        b_errors = b_e.to(NARROW)
-        if SAVE:
-            store_rows(errors_ptr, o_t, m_t, head, HV, o_v, V, b_errors)
-        if OUTPUT:
-            b_q = load_rows(q_ptr, o_t, m_t, group, QH, o_k, K, NARROW)
-            b_o = tl.dot(b_q, b_narrow, input_precision=PRECISION, out_dtype=ACC)
-            if not PER_CHANNEL:
-                b_o *= (b_before * SCALE)[:, None]
-            b_a = load_lower(a_qk_ptr, chunk, head, HV, C, o_c[:, None], o_c[None, :])
-            b_o = tl.dot(b_a, b_errors, b_o, input_precision=PRECISION, out_dtype=ACC)
-            store_rows(o_ptr, o_t, m_t, head, HV, o_v, V, b_o)
-        if PER_CHANNEL:
-            b_s *= load_decay(decay_ptr, chunk, head, HV, o_k, K)[:, None]
-            b_k = load_rows(k_out_ptr, o_t, m_t, group, QH, o_k, K, NARROW)
-        else:
-            b_s *= decay
-            b_errors = (b_e * b_after[:, None]).to(NARROW)
-        b_s = tl.dot(tl.trans(b_k), b_errors, b_s, input_precision=PRECISION, out_dtype=ACC)
-        chunk += 1
+    whole = (last - first) // C
+    for number in range(0, whole):
+        b_s = _chunk_forward(
+            q_ptr, k_in_ptr, k_out_ptr, v_ptr, decay_ptr, steps_ptr, a_qk_ptr, inverse_ptr, o_ptr, starts_ptr,
+            errors_ptr, b_s, first + number * C, C, chunk + number, head, o_k, o_v,
+            PER_CHANNEL, OUTPUT, SAVE, H, HV, K, V, W, SCALE, PRECISION, C, KP, BV, True,
+        )  # fmt: skip
+    if first + whole * C < last:
+        b_s = _chunk_forward(
+            q_ptr, k_in_ptr, k_out_ptr, v_ptr, decay_ptr, steps_ptr, a_qk_ptr, inverse_ptr, o_ptr, starts_ptr,
+            errors_ptr, b_s, first + whole * C, (last - first - whole * C).to(tl.int32), chunk + whole, head, o_k, o_v,
+            PER_CHANNEL, OUTPUT, SAVE, H, HV, K, V, W, SCALE, PRECISION, C, KP, BV, False,
+        )  # fmt: skip
     tl.store(final_ptr + (sequence * HV + head) * (K * W) + p_state, b_s, mask=m_state)
+
+
+@triton.jit
+def _chunk_forward(
+    q_ptr, k_in_ptr, k_out_ptr, v_ptr, decay_ptr, steps_ptr, a_qk_ptr, inverse_ptr, o_ptr, starts_ptr, errors_ptr,
+    b_s, first, length, chunk, head, o_k, o_v,
+    PER_CHANNEL: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Scan a chunk of ``length`` tokens from ``first`` on, and return the state after it; IS_WHOLE if it has C."""
+    ACC: tl.constexpr = b_s.dtype
+    NARROW: tl.constexpr = v_ptr.dtype.element_ty
+    HAS_KEYS: tl.constexpr = KP == K
+    HAS_VALUES: tl.constexpr = (V % BV == 0) and (V == W)
+    QH: tl.constexpr = HV if PER_CHANNEL else H
+    group = head // (HV // QH)
+    o_c = tl.arange(0, C)
+    m_t = None if IS_WHOLE else o_c < length
+    b_narrow = b_s.to(NARROW)
+    if SAVE:
+        p_state = starts_ptr + (chunk * HV + head) * (K * W) + o_k[:, None] * W + o_v[None, :]
+        tl.store(p_state, b_narrow, mask=(o_k[:, None] < K) & (o_v[None, :] < W))
+    b_beta = tl.load(steps_ptr + (chunk * HV + head) * C + o_c)
+    b_k = load_rows(k_in_ptr, first, o_c, m_t, group, QH, o_k, K, NARROW, HAS_KEYS)
+    b_seen = tl.dot(b_k, b_narrow, input_precision=PRECISION, out_dtype=ACC)
+    if not PER_CHANNEL:
+        b_before, b_after, decay = load_decays(decay_ptr, chunk, head, HV, C)
+        b_seen *= b_before[:, None]
+    b_v = load_rows(v_ptr, first, o_c, m_t, head, HV, o_v, V, ACC, HAS_VALUES)
+    b_x = (b_v - b_seen) * b_beta[:, None]
+    b_inverse = load_lower(inverse_ptr, chunk, head, HV, C, o_c[:, None], o_c[None, :])
+    b_e = tl.dot(b_inverse, b_x.to(NARROW), input_precision=PRECISION, out_dtype=ACC)
+    b_errors = b_e.to(NARROW)
+    if SAVE:
+        store_rows(errors_ptr, first, o_c, m_t, head, HV, o_v, V, b_errors, HAS_VALUES)
+    if OUTPUT:
+        b_q = load_rows(q_ptr, first, o_c, m_t, group, QH, o_k, K, NARROW, HAS_KEYS)
+        b_o = tl.dot(b_q, b_narrow, input_precision=PRECISION, out_dtype=ACC)
+        if not PER_CHANNEL:
+            b_o *= (b_before * SCALE)[:, None]
+        b_a = load_lower(a_qk_ptr, chunk, head, HV, C, o_c[:, None], o_c[None, :])
+        b_o = tl.dot(b_a, b_errors, b_o, input_precision=PRECISION, out_dtype=ACC)
+        store_rows(o_ptr, first, o_c, m_t, head, HV, o_v, V, b_o, HAS_VALUES)
+    if PER_CHANNEL:
+        b_s *= load_decay(decay_ptr, chunk, head, HV, o_k, K)[:, None]
+        b_k = load_rows(k_out_ptr, first, o_c, m_t, group, QH, o_k, K, NARROW, HAS_KEYS)
+    else:
+        b_s *= decay
+        b_errors = (b_e * b_after[:, None]).to(NARROW)
+    return tl.dot(tl.trans(b_k), b_errors, b_s, input_precision=PRECISION, out_dtype=ACC)
 
 
 @triton.jit
@@ -162,7 +188,7 @@ def scan_backward(
     k_in_ptr,
     k_out_ptr,
     decay_ptr,
-    beta_ptr,
+    steps_ptr,
     a_qk_ptr,
     inverse_ptr,
     do_ptr,
@@ -191,52 +217,76 @@ def scan_backward(
     dinitial [N, HV, K, V]. Inputs are those of scan_forward. With FROM_ZERO, dfinal [N, HV, K, V] is 0 and not read.
     """
     ACC: tl.constexpr = dinitial_ptr.dtype.element_ty
-    NARROW: tl.constexpr = do_ptr.dtype.element_ty
     sequence, head, slice_index, first, last, chunk = sequence_of(sequences_ptr, HV, SLICES)
     o_k = tl.arange(0, KP)
-    o_v = slice_index * BV + tl.arange(0, BV)
-    o_c = tl.arange(0, C)
+    o_v = slice_index.to(tl.int32) * BV + tl.arange(0, BV)
     p_state = o_k[:, None] * V + o_v[None, :]
     m_state = (o_k[:, None] < K) & (o_v[None, :] < V)
-    QH: tl.constexpr = HV if PER_CHANNEL else H
-    group = head // (HV // QH)
-    chunks = tl.cdiv(last - first, C)
     b_ds = tl.zeros([KP, BV], ACC)
     if not FROM_ZERO:
         b_ds += tl.load(dfinal_ptr + (sequence * HV + head) * (K * V) + p_state, mask=m_state, other=0.0)
-    for back in range(0, chunks):
-        number = chunks - 1 - back
-        start = first + number * C
-        o_t = start + o_c
-        stop = tl.minimum(start + C, last)
-        m_t = o_t < stop
-        b_narrow = b_ds.to(NARROW)
-        if SAVE:
-            tl.store(dends_ptr + ((chunk + number) * HV + head) * (K * V) + p_state, b_narrow, mask=m_state)
-        b_do = load_rows(do_ptr, o_t, m_t, head, HV, o_v, V, NARROW)
-        b_k = load_rows(k_out_ptr, o_t, m_t, group, QH, o_k, K, NARROW)
-        b_de = tl.dot(b_k, b_narrow, input_precision=PRECISION, out_dtype=ACC)
-        if not PER_CHANNEL:
-            b_before, b_after, decay = decays_of_chunk(decay_ptr, o_t, stop, head, HV, ACC)
-            b_de *= b_after[:, None]
-        b_a = load_lower(a_qk_ptr, chunk + number, head, HV, C, o_c[None, :], o_c[:, None])
-        b_de = tl.dot(b_a, b_do, b_de, input_precision=PRECISION, out_dtype=ACC)
-        b_inverse = load_lower(inverse_ptr, chunk + number, head, HV, C, o_c[None, :], o_c[:, None])
-        b_dx = tl.dot(b_inverse, b_de.to(NARROW), input_precision=PRECISION, out_dtype=ACC)
-        if SAVE:
-            store_rows(dx_ptr, o_t, m_t, head, HV, o_v, V, b_dx)
-        b_dx *= -tl.load(beta_ptr + o_t * HV + head, mask=m_t, other=0.0).to(ACC)[:, None]
-        b_q = load_rows(q_ptr, o_t, m_t, group, QH, o_k, K, NARROW)
-        if PER_CHANNEL:
-            b_ds *= load_decay(decay_ptr, chunk + number, head, HV, o_k, K)[:, None]
-            b_k = load_rows(k_in_ptr, o_t, m_t, group, QH, o_k, K, NARROW)
-        else:
-            b_ds *= decay
-            b_do = (b_do.to(ACC) * (b_before * SCALE)[:, None]).to(NARROW)
-            b_dx *= b_before[:, None]
-        b_ds = tl.dot(tl.trans(b_q), b_do, b_ds, input_precision=PRECISION, out_dtype=ACC)
-        b_ds = tl.dot(tl.trans(b_k), b_dx.to(NARROW), b_ds, input_precision=PRECISION, out_dtype=ACC)
+    whole = (last - first) // C
+    if first + whole * C < last:
+        b_ds = _chunk_backward(
+            q_ptr, k_in_ptr, k_out_ptr, decay_ptr, steps_ptr, a_qk_ptr, inverse_ptr, do_ptr, dx_ptr, dends_ptr,
+            b_ds, first + whole * C, (last - first - whole * C).to(tl.int32), chunk + whole, head, o_k, o_v,
+            PER_CHANNEL, SAVE, H, HV, K, V, SCALE, PRECISION, C, KP, BV, False,
+        )  # fmt: skip
+    for back in range(0, whole):
+        number = whole - 1 - back
+        b_ds = _chunk_backward(
+            q_ptr, k_in_ptr, k_out_ptr, decay_ptr, steps_ptr, a_qk_ptr, inverse_ptr, do_ptr, dx_ptr, dends_ptr,
+            b_ds, first + number * C, C, chunk + number, head, o_k, o_v,
+            PER_CHANNEL, SAVE, H, HV, K, V, SCALE, PRECISION, C, KP, BV, True,
+        )  # fmt: skip
     tl.store(dinitial_ptr + (sequence * HV + head) * (K * V) + p_state, b_ds, mask=m_state)
+
+
+@triton.jit
+def _chunk_backward(
+    q_ptr, k_in_ptr, k_out_ptr, decay_ptr, steps_ptr, a_qk_ptr, inverse_ptr, do_ptr, dx_ptr, dends_ptr,
+    b_ds, first, length, chunk, head, o_k, o_v,
+    PER_CHANNEL: tl.constexpr, SAVE: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Scan a chunk backward, and return the gradient of the state before it; arguments as for _chunk_forward."""
+    ACC: tl.constexpr = b_ds.dtype
+    NARROW: tl.constexpr = do_ptr.dtype.element_ty
+    HAS_KEYS: tl.constexpr = KP == K
+    HAS_VALUES: tl.constexpr = V % BV == 0
+    QH: tl.constexpr = HV if PER_CHANNEL else H
+    group = head // (HV // QH)
+    o_c = tl.arange(0, C)
+    m_t = None if IS_WHOLE else o_c < length
+    b_narrow = b_ds.to(NARROW)
+    if SAVE:
+        p_state = dends_ptr + (chunk * HV + head) * (K * V) + o_k[:, None] * V + o_v[None, :]
+        tl.store(p_state, b_narrow, mask=(o_k[:, None] < K) & (o_v[None, :] < V))
+    b_do = load_rows(do_ptr, first, o_c, m_t, head, HV, o_v, V, NARROW, HAS_VALUES)
+    b_k = load_rows(k_out_ptr, first, o_c, m_t, group, QH, o_k, K, NARROW, HAS_KEYS)
+    b_de = tl.dot(b_k, b_narrow, input_precision=PRECISION, out_dtype=ACC)
+    if not PER_CHANNEL:
+        b_before, b_after, decay = load_decays(decay_ptr, chunk, head, HV, C)
+        b_de *= b_after[:, None]
+    b_a = load_lower(a_qk_ptr, chunk, head, HV, C, o_c[None, :], o_c[:, None])
+    b_de = tl.dot(b_a, b_do, b_de, input_precision=PRECISION, out_dtype=ACC)
+    b_inverse = load_lower(inverse_ptr, chunk, head, HV, C, o_c[None, :], o_c[:, None])
+    b_dx = tl.dot(b_inverse, b_de.to(NARROW), input_precision=PRECISION, out_dtype=ACC)
+    if SAVE:
+        store_rows(dx_ptr, first, o_c, m_t, head, HV, o_v, V, b_dx, HAS_VALUES)
+    b_dx *= -tl.load(steps_ptr + (chunk * HV + head) * C + o_c)[:, None]
+    b_q = load_rows(q_ptr, first, o_c, m_t, group, QH, o_k, K, NARROW, HAS_KEYS)
+    if PER_CHANNEL:
+        b_ds *= load_decay(decay_ptr, chunk, head, HV, o_k, K)[:, None]
+        b_k = load_rows(k_in_ptr, first, o_c, m_t, group, QH, o_k, K, NARROW, HAS_KEYS)
+    else:
+        b_ds *= decay
+        b_do = (b_do.to(ACC) * (b_before * SCALE)[:, None]).to(NARROW)
+        b_dx *= b_before[:, None]
+    b_ds = tl.dot(tl.trans(b_q), b_do, b_ds, input_precision=PRECISION, out_dtype=ACC)
+    return tl.dot(tl.trans(b_k), b_dx.to(NARROW), b_ds, input_precision=PRECISION, out_dtype=ACC)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -271,7 +321,7 @@ def compose(
     head = program // SLICES % HV
     slice_index = program % SLICES
     o_k = tl.arange(0, KP)
-    o_v = slice_index * BV + tl.arange(0, BV)
+    o_v = slice_index.to(tl.int32) * BV + tl.arange(0, BV)
     p_state = o_k[:, None] * V + o_v[None, :]
     mask = (o_k[:, None] < K) & (o_v[None, :] < V)
     b_s = tl.load(initial_ptr + (sequence * HV + head) * (K * V) + p_state, mask=mask, other=0.0)
