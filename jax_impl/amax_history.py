@@ -19,7 +19,7 @@ from diptych.plans.amax_history import (
     scale_exponents,
 )
 from diptych.plans.fp8 import ProductRecipe
-from jax_impl.fp8 import GRADIENTS, amax
+from jax_impl.fp8 import GRADIENTS, amax, rounded_to
 
 
 def delayed_scales(history: Float[Array, "3 1 1 e"], recipe: ProductRecipe, factor: int) -> Float[Array, "3"]:
@@ -63,7 +63,8 @@ def observe(
 def _forward(y: Array, x: Array, weight: Array, history: Array, factor: int) -> tuple[Array, Array]:
     """Return the output, and save the exponents of input and weight."""
     del history, factor
-    return y, jnp.stack([_exponent(x), _exponent(weight)])
+    of_weight = _exponent(rounded_to(amax(weight), x.dtype))  # as if its elements had been rounded
+    return y, jnp.stack([_exponent(x), of_weight])
 
 
 def _backward(factor: int, exponents: Array, gradient: Array) -> tuple[Array, None, None, Array]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import DTypeLike, Float
 
 from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of, check_scales
 from diptych.plans.model import operations
@@ -85,6 +85,21 @@ def amax(x: Array) -> Array:
     return _sizes(x).max(initial=0)
 
 
+def rounded_to(x: Array, dtype: DTypeLike) -> Array:
+    """Round an array to a type with a lower precision, in the type that it has; others are returned unchanged.
+
+    Two conversions may not round, because XLA may remove them.
+    """
+    narrow = ml_dtypes.finfo(dtype)
+    if narrow.bits >= ml_dtypes.finfo(x.dtype).bits:
+        return x
+    rounded = lax.reduce_precision(x, narrow.nexp, narrow.nmant)
+    if narrow.nexp == ml_dtypes.finfo(x.dtype).nexp:
+        return rounded
+    step = float(narrow.smallest_subnormal)  # float16 has numbers that reduce_precision takes for 0
+    return jnp.where(jnp.abs(x) < float(narrow.smallest_normal), jnp.round(x / step) * step, rounded)
+
+
 def fp8_linear(
     x: Float[Array, "*b i"],
     weight: Float[Array, "o i"],
@@ -94,7 +109,8 @@ def fp8_linear(
 ) -> Float[Array, "*b o"]:
     """Return x @ weight.T by products of 8-bit floats, forward and backward.
 
-    Backward quantises x again instead of saving it in 8 bits.
+    The weight is rounded to the type of x before it is quantised, and its gradient after it is computed, as in products
+    without FP8. Backward quantises x again instead of saving it in 8 bits.
 
     Args:
         x: input. [..., I]
@@ -131,12 +147,14 @@ class Fp8Products(LinearProducts):
 
     def input_gradient(self, x: Array, weight: Array, gradient: Array, scales: Array | None = None) -> Array:
         """Return the gradient of x, in its shape and type, from that of the output."""
-        d_x = _product_once(as_matrix(gradient), weight.T, *self.kinds(GRADIENTS, WEIGHTS, scales))
+        rounded = rounded_to(weight, x.dtype)
+        d_x = _product_once(as_matrix(gradient), rounded.T, *self.kinds(GRADIENTS, WEIGHTS, scales))
         return d_x.astype(x.dtype).reshape(x.shape)
 
     def weight_gradient(self, x: Array, gradient: Array, scales: Array | None = None) -> Array:
         """Return the gradient [O, I] float32 of the weight, from the input and the gradient of the output."""
-        return _product_once(as_matrix(gradient).T, as_matrix(x).T, *self.kinds(GRADIENTS, INPUTS, scales))
+        of_weight = _product_once(as_matrix(gradient).T, as_matrix(x).T, *self.kinds(GRADIENTS, INPUTS, scales))
+        return rounded_to(of_weight, x.dtype)
 
     def kinds(self, a: int, b: int, scales: Array | None) -> tuple[Scales, Kinds]:
         """Return the scales of operands that are inputs, weights or gradients, and how they are quantised."""
@@ -146,7 +164,7 @@ class Fp8Products(LinearProducts):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(products: Fp8Products, x: Array, weight: Array, scales: Array | None) -> Array:
     """Return the product of fp8_linear."""
-    y = _product(as_matrix(x), weight, *products.kinds(INPUTS, WEIGHTS, scales))
+    y = _product(as_matrix(x), rounded_to(weight, x.dtype), *products.kinds(INPUTS, WEIGHTS, scales))
     return y.astype(x.dtype).reshape(*x.shape[:-1], len(weight))
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from diptych.plans.fp8 import BLOCK, ProductRecipe, Quantization, check_scales
 from diptych.plans.model import operations
 from jax_impl.autograd import differentiable_once
-from jax_impl.fp8 import ALONE, GRADIENTS, INPUTS, WEIGHTS, SharingRanks, dequantize, quantize
+from jax_impl.fp8 import ALONE, GRADIENTS, INPUTS, WEIGHTS, SharingRanks, dequantize, quantize, rounded_to
 from jax_impl.operands import operand
 
 OVER_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
@@ -66,7 +66,7 @@ class _Kinds(NamedTuple):
 def _grouped(kinds: _Kinds, x: Array, weight: Array, sizes: Array, scales: Array | None) -> Array:
     """Return the rows of fp8_grouped_linear."""
     rows = _read(x, INPUTS, kinds, scales)
-    matrices = _matrices(weight, kinds, scales)
+    matrices = _matrices(rounded_to(weight, x.dtype), kinds, scales)
     return jax.lax.ragged_dot(rows, matrices.swapaxes(1, 2), sizes, precision=HIGHEST).astype(x.dtype)
 
 
@@ -90,12 +90,13 @@ def _gradients(gradient: Array, saved: tuple[Any, ...], kinds: _Kinds) -> tuple[
     """Return the gradients of x and weight, whose derivatives raise an error."""
     x, weight, sizes, scales = saved
     of_outputs = _read(gradient, GRADIENTS, kinds, scales)
-    d_x = jax.lax.ragged_dot(of_outputs, _matrices(weight, kinds, scales), sizes, precision=HIGHEST)
+    matrices = _matrices(rounded_to(weight, x.dtype), kinds, scales)
+    d_x = jax.lax.ragged_dot(of_outputs, matrices, sizes, precision=HIGHEST)
     rows, of_outputs = (
         _read_along_rows(array, number, sizes, kinds, scales) for array, number in ((x, INPUTS), (gradient, GRADIENTS))
     )
     d_weight = jax.lax.ragged_dot_general(of_outputs, rows, sizes, OVER_ROWS, precision=HIGHEST)
-    return d_x.astype(x.dtype), d_weight.astype(weight.dtype)
+    return d_x.astype(x.dtype), rounded_to(d_weight, x.dtype).astype(weight.dtype)
 
 
 def _read(x: Array, number: int, kinds: _Kinds, scales: Array | None) -> Array:

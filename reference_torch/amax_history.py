@@ -65,7 +65,8 @@ class _Observed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, weight: Tensor, history: Tensor, factor: int) -> Tensor:
         """Save the exponents of input and weight, and return the output, in the same memory."""
-        ctx.save_for_backward(torch.stack([_exponent(x), _exponent(weight)]))
+        of_weight = _exponent(amax(weight).to(x.dtype))  # as if its elements had been rounded
+        ctx.save_for_backward(torch.stack([_exponent(x), of_weight]))
         ctx.factor = factor
         return y.data  # recompute cannot free a view
 

@@ -100,7 +100,8 @@ def fp8_linear(
 ) -> Float[Tensor, "*b o"]:
     """Return x @ weight.T by products of 8-bit floats, forward and backward.
 
-    Backward quantises x again instead of saving it in 8 bits.
+    The weight is rounded to the type of x before it is quantised, and its gradient after it is computed, as in products
+    without FP8. Backward quantises x again instead of saving it in 8 bits.
 
     Args:
         x: input. [..., I]
@@ -138,17 +139,17 @@ class Fp8Products(NamedTuple):
 
     def forward(self, x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
         """Return x @ weight.T in the type of x; there is no bias."""
-        y = self._product(_rows(x), weight, INPUTS, WEIGHTS)
+        y = self._product(_rows(x), weight.to(x.dtype), INPUTS, WEIGHTS)
         return y.to(x.dtype).view(*x.shape[:-1], len(weight)).data  # recompute cannot free a view
 
     def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of x, in its shape and type, from that of the output."""
-        d_x = self._product(_rows(gradient), weight.T, GRADIENTS, WEIGHTS)
+        d_x = self._product(_rows(gradient), weight.to(x.dtype).T, GRADIENTS, WEIGHTS)
         return d_x.to(x.dtype).view(x.shape)
 
     def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the weight from the input and the gradient of the output."""
-        d_weight = self._product(_rows(gradient).T, _rows(x).T, GRADIENTS, INPUTS)
+        d_weight = self._product(_rows(gradient).T, _rows(x).T, GRADIENTS, INPUTS).to(x.dtype)
         return d_weight.to(self.dtype)
 
     def _product(self, a: Tensor, b: Tensor, of_a: int, of_b: int) -> Tensor:

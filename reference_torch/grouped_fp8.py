@@ -107,6 +107,7 @@ class GroupedLinear(torch.autograd.Function):
         """Save the weight and the rows, packed if ``packed`` is given, and multiply them."""
         ctx.save_for_backward(x if packed is None else packed, weight)
         ctx.groups = groups
+        weight = weight.to(x.dtype)
         products = groups.products(x, weight)
         y = x.new_empty(len(x), weight.shape[1])
         for into, *operands in zip(y.split(groups.sizes), x.split(groups.sizes), weight, strict=True):
@@ -120,9 +121,10 @@ class GroupedLinear(torch.autograd.Function):
         saved, weight = ctx.saved_tensors
         groups: Groups = ctx.groups
         x = groups.read(saved, weight.shape[2], gradient.dtype)
-        products = groups.products(x, weight, gradient)
+        rounded = weight.to(gradient.dtype)
+        products = groups.products(x, rounded, gradient)
         of_x, of_weight, *_ = ctx.needs_input_grad
-        each = [*zip(gradient.split(groups.sizes), x.split(groups.sizes), weight, strict=True)]
+        each = [*zip(gradient.split(groups.sizes), x.split(groups.sizes), rounded, strict=True)]
         d_x = torch.empty_like(x) if of_x else None
         for into, operands in zip(() if d_x is None else d_x.split(groups.sizes), each, strict=False):
             into.copy_(products.input_gradient(*operands))

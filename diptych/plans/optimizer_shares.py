@@ -4,9 +4,10 @@ All ranks with the same parameters, replicas as well as context ranks, divide th
 step sums the gradients and gives every rank the sum of its own share (a reduce-scatter). The rank updates that share of
 the parameter, and receives the others (an all-gather). Gradients and parameters stay whole.
 
-With bfloat16 activations, the weights of linear maps are stored in bfloat16, the type in which products read them, and
-the optimizer has a float32 copy of its share, the master weights. Parameters that a layer reads in float32 (norms,
-gates, routers, hyper-connections), vectors, and the embedding, whose gradient is a sum in float32, stay in float32.
+With bfloat16 activations, the weights of linear maps are stored in bfloat16, the type in which products read them, also
+those of FP8. The optimizer has a float32 copy of its share, the master weights. Parameters that a layer reads in
+float32 (norms, gates, routers, hyper-connections), vectors, and the embedding, whose gradient is a sum in float32, stay
+in float32.
 
 Reference: Rajbhandari et al., arXiv 1910.02054, section 5.1 (stage 1 of ZeRO).
 """
@@ -58,12 +59,8 @@ def join_shares(shares: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndar
 
 
 def has_master_weights(config: TransformerConfig) -> bool:
-    """Return True if the distributed optimizer stores master weights.
-
-    Products of 8-bit floats round the weights in float32, which are then stored whole.
-    """
-    is_mixed = config.compute_dtype != config.params_dtype
-    return config.use_distributed_optimizer and is_mixed and config.fp8 is None
+    """Return True if the distributed optimizer stores master weights."""
+    return config.use_distributed_optimizer and config.compute_dtype != config.params_dtype
 
 
 def stored_dtype(config: TransformerConfig, name: str, shape: Sequence[int]) -> str:

@@ -44,10 +44,15 @@ PATTERNS = {
 }
 
 
+FP8 = [None, "current", "delayed", "blockwise"]
+
+
 @pytest.mark.parametrize("backend", [Trainer, JaxTrainer], ids=["torch", "jax"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_rounding_the_weights_that_are_stored_rounded_changes_nothing(pattern, backend):
-    config = replace(MODEL, **PATTERNS[pattern])
+@pytest.mark.parametrize("recipe", FP8)
+def test_rounding_stored_weights_changes_nothing(recipe, pattern, backend):
+    fp8 = {} if recipe is None else {"fp8": "hybrid", "fp8_recipe": recipe}
+    config = replace(MODEL, **PATTERNS[pattern], **fp8)
     sharded = replace(config, use_distributed_optimizer=True)
     trainer = backend(config, TRAIN, tiny_corpus())
     batch = tiny_corpus().batch(0, 2, config.seq_length)
@@ -74,7 +79,7 @@ def test_most_weights_are_stored_rounded():
         assert not any("phi" in name or "embedding" in name or "norm" in name for name in rounded)
 
 
-@pytest.mark.parametrize("change", [{"bf16": False}, {"use_distributed_optimizer": False}, {"fp8": "hybrid"}])
+@pytest.mark.parametrize("change", [{"bf16": False}, {"use_distributed_optimizer": False}])
 def test_other_models_store_whole_weights(change):
     config = replace(MODEL, **{"use_distributed_optimizer": True, **change})
     assert not has_master_weights(config)

@@ -34,6 +34,7 @@ def test_shares_are_all_entries_in_order(entries, ranks):
 
 MESHES = (
     "replicas of stages, bfloat16",
+    "replicas of stages, FP8",
     *("replicas of stages", "three replicas", "replicas, context", "replicas of ranks and stages"),
 )
 

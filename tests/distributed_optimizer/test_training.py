@@ -32,6 +32,7 @@ SHARED = {**RANKS, "num_query_groups": 1}
 STAGES = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|ttL"}
 MIXED = {"params_dtype": "float32", "bf16": True}
 """With master weights."""
+FP8 = {"fp8": "hybrid", "fp8_recipe": "delayed"}
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "two replicas": (2, {}),
     "three replicas": (3, {"untie_embeddings_and_output_weights": True}),
@@ -58,6 +59,9 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context, bfloat16": (1, {"context_parallel_size": 2, **HYPER, **MIXED}),
     "replicas of stages, bfloat16": (2, {**STAGES, **SHARED, **MIXED}),
     "replicas, offload, bfloat16": (2, {**OFFLOAD, **MIXED}),
+    "replicas of stages, FP8": (2, {**STAGES, **SHARED, **MIXED, **FP8}),
+    "replicas, context, FP8": (2, {"context_parallel_size": 2, **HYPER, **MIXED, **FP8, "fp8_recipe": "current"}),
+    "replicas, offload, FP8": (2, {**OFFLOAD, **MIXED, **FP8, "fp8_recipe": "blockwise"}),
 }
 """Number of replicas, and settings."""
 DAILY = ("three replicas", "replicas of stages", "two replicas, bfloat16")

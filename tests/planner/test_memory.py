@@ -165,7 +165,7 @@ def test_every_kind_of_layer_type_and_mode_within_two_percent(kind, dtype, mode,
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "master weights"])
 @pytest.mark.parametrize("kind", ["gated attention", "latent attention", "experts with a shared one", "gdn", "kda"])
 def test_fp8_within_two_percent(kind, dtype, recipe):
     for mode in ("none", "full block"):
@@ -178,7 +178,7 @@ def test_fp8_within_two_percent(kind, dtype, recipe):
 
 
 @pytest.mark.parametrize("fp8", [{}, {"fp8": "hybrid", "fp8_recipe": "delayed"}], ids=["plain", "FP8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "master weights"])
 @pytest.mark.parametrize("kind", ["attention", "latent attention", "experts", "gdn", "post-norm"])
 def test_values_saved_in_8_bits_within_two_percent(kind, dtype, fp8):
     """All but experts that are replayed whole, whose peak is up to 5% larger."""

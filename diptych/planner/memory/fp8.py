@@ -2,6 +2,7 @@
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.fp8 import BLOCK, ProductRecipe, Quantization, blocks_of, linear_recipe
+from diptych.plans.optimizer_shares import stored_dtype
 
 WIDE = 4
 """Bytes of a float32."""
@@ -9,10 +10,22 @@ DELAYED_BYTES = WIDE * (3 + 2)
 """Bytes that a map with delayed scales saves for backward: three scales, and the exponents of input and weight."""
 
 
+def has_rounded_weight(config: TransformerConfig, name: str) -> bool:
+    """Return True if the weight of a linear map is stored in the type of activations.
+
+    Args:
+        config: configuration of the model.
+        name: canonical name of the map.
+    """
+    return stored_dtype(config, f"{name}.weight", (1, 1)) == config.compute_dtype
+
+
 def linear_scratch(
     config: TransformerConfig, name: str, tokens: int, input_bytes: int, output_bytes: int
 ) -> tuple[int, int] | None:
     """Return the bytes that forward allocates beside the output, and backward beside the gradients.
+
+    Those of backward include the gradient of a weight that is stored in the type of activations.
 
     Args:
         config: configuration of the model.
@@ -30,9 +43,11 @@ def linear_scratch(
     item = 2 if config.bf16 else WIDE
     inputs = input_bytes // item // tokens
     outputs = output_bytes // item // tokens
-    forward, for_x, for_weight = _scratch(recipe, tokens, inputs, outputs, item)
-    weight = WIDE * inputs * outputs
-    return forward - output_bytes, max(for_x - input_bytes - weight, for_weight - weight, 0)
+    is_stored = has_rounded_weight(config, name)
+    copy = 0 if is_stored else item * inputs * outputs
+    forward, for_x, for_weight = _scratch(recipe, tokens, inputs, outputs, item, copy)
+    gradient = 0 if is_stored and config.bf16 else WIDE * inputs * outputs
+    return forward - output_bytes, max(for_x - input_bytes - gradient, for_weight - gradient, 0)
 
 
 def grouped_scratch(
@@ -56,8 +71,13 @@ def grouped_scratch(
     experts = config.num_moe_experts or 1
     inputs = input_bytes // item // rows
     outputs = output_bytes // item // rows
+    weight = experts * inputs * outputs
+    is_stored = has_rounded_weight(config, name)
+    copy = 0 if is_stored else item * weight
     forward, for_x, for_weight = _scratch(recipe, -(-rows // experts), inputs, outputs, item)
-    return forward, max(for_x - WIDE * experts * inputs * outputs, for_weight)
+    if is_stored and config.bf16:
+        return forward, max(for_x, for_weight + item * weight)
+    return forward + copy, max(for_x - WIDE * weight, for_weight) + copy
 
 
 def pack_scratch(rows: int, width: int, item: int) -> tuple[int, int]:
@@ -74,7 +94,9 @@ def pack_scratch(rows: int, width: int, item: int) -> tuple[int, int]:
     return cast + WIDE * size + spread, WIDE * size + spread
 
 
-def _scratch(recipe: ProductRecipe, tokens: int, inputs: int, outputs: int, item: int) -> tuple[int, int, int]:
+def _scratch(
+    recipe: ProductRecipe, tokens: int, inputs: int, outputs: int, item: int, copy: int = 0
+) -> tuple[int, int, int]:
     """Return the bytes that the three products of a map allocate, with their results.
 
     Args:
@@ -83,20 +105,22 @@ def _scratch(recipe: ProductRecipe, tokens: int, inputs: int, outputs: int, item
         inputs: columns of the input.
         outputs: columns of the output.
         item: bytes of an element of input and output.
+        copy: bytes of a copy of the weight in the type of input and output.
     """
     x = tokens * inputs
     y = tokens * outputs
     weight = inputs * outputs
     of_x = _operand((tokens, inputs), recipe.inputs, item)
     of_y = _operand((tokens, outputs), recipe.gradients, item)
-    of_weight = _operand((outputs, inputs), recipe.weights, WIDE)
-    forward = max(of_x, WIDE * x + of_weight, WIDE * (x + weight + y), (WIDE + item) * y if item < WIDE else 0)
-    for_x = max(of_y, WIDE * y + of_weight, WIDE * (y + weight + x), (WIDE + item) * x if item < WIDE else 0)
+    of_weight = _operand((outputs, inputs), recipe.weights, item)
+    narrow = (WIDE + item) * (item < WIDE)  # a product and its copy in the type of input and output
+    forward = max(copy + max(of_x, WIDE * x + of_weight, WIDE * (x + weight + y)), narrow * y)
+    for_x = max(copy + max(of_y, WIDE * y + of_weight, WIDE * (y + weight + x)), narrow * x)
     of_y, of_x = (
         _operand((columns, tokens), quantization, item)
         for columns, quantization in ((outputs, recipe.gradients), (inputs, recipe.inputs))
     )
-    for_weight = max(of_y, WIDE * y + of_x, WIDE * (y + x + weight))
+    for_weight = max(of_y, WIDE * y + of_x, WIDE * (y + x + weight), narrow * weight)
     return forward, for_x, for_weight
 
 

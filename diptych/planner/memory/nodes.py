@@ -39,8 +39,9 @@ class Node:
     """Floating-point operations of its products, in forward."""
     recomputed_flops: int = 0
     """Part of flops that its backward recomputes, beside two products for each product of forward."""
-    widens_gradient: bool = False
-    """True if the gradient of its weight is widened once backward has released what the operation has saved."""
+    narrow_gradient: int = 0
+    """Bytes of the gradient of its weight, as a part of backward_scratch, if it is widened once backward has released
+    what the operation has saved."""
     inner_moved: tuple[int, int] = (0, 0)
     """Bytes that an operation of many steps moves between them, in forward and in backward."""
     unpacked: int = 0

@@ -7,7 +7,13 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from diptych.planner.memory.fp8 import DELAYED_BYTES, grouped_scratch, linear_scratch, pack_scratch
+from diptych.planner.memory.fp8 import (
+    DELAYED_BYTES,
+    grouped_scratch,
+    has_rounded_weight,
+    linear_scratch,
+    pack_scratch,
+)
 from diptych.planner.memory.kernel_work import KernelWork, activation
 from diptych.planner.memory.nodes import Node, Value
 from diptych.planner.memory.regions import OUTPUT_MAPS, TensorParallelRegions
@@ -16,7 +22,6 @@ from diptych.plans.amax_history import NAME
 from diptych.plans.config import ITEM_SIZES, TransformerConfig
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.model.philox import TILE_ROWS
-from diptych.plans.optimizer_shares import stored_dtype
 from diptych.plans.tensor_parallel import rank_config
 
 PACKED_IN = {
@@ -137,9 +142,10 @@ class OperationBuilder:
         parameters = sum(self.weights.get(f"{name}.{own}", 0) for own in ("weight", "bias", NAME))
         in_fp8 = linear_scratch(self.config, name, self.tokens, x.size, y.size)
         rounded = self._saved_beside_input(name, bool(in_fp8))
-        forward, backward = in_fp8 or (0, weight // 2 if self.item != self.wide else 0)  # the gradient, not yet widened
+        narrow = self._narrow_gradient(name, bool(in_fp8))
+        forward, backward = in_fp8 or (0, narrow)
         nodes: list[Node] = []
-        more: dict[str, Any] = {"flops": self._product(weight), "is_linear": True, "widens_gradient": backward > 0}
+        more: dict[str, Any] = {"flops": self._product(weight), "is_linear": True, "narrow_gradient": narrow}
         saved, unpack = self._saved_input(nodes, x, name)
         backward = backward if saved is x else max(backward + x.size, unpack - weight)
         saves = [saved, *rounded]
@@ -193,8 +199,13 @@ class OperationBuilder:
     def rounded_weights(self, name: str) -> list[Value]:
         """Return the copy of a weight in the type of activations, if it is not stored in this type."""
         weight = f"{name}.weight"
-        is_stored = stored_dtype(self.config, weight, (1, self.widths[weight])) == self.config.compute_dtype
+        is_stored = has_rounded_weight(self.config, name)
         return [] if is_stored else [Value("weights in bfloat16", self.weights[weight] // 2)]
+
+    def _narrow_gradient(self, name: str, in_fp8: bool) -> int:
+        """Return the bytes of a weight's gradient before it is widened to float32; 0 if its product is float32."""
+        is_widened = has_rounded_weight(self.config, name) if in_fp8 else True
+        return self.weights[f"{name}.weight"] // 2 if self.item != self.wide and is_widened else 0
 
     def _product(self, weight_bytes: int) -> int:
         """Return the floating-point operations of a product of all tokens with a matrix."""
@@ -221,7 +232,8 @@ class OperationBuilder:
             forward, backward = in_fp8 or (y.size // experts, max(x.size, weight) // experts)
             scratch = (forward, max(backward + x.size, unpack - x.size - weight))
         parameters = weight + self.weights.get(f"{name}.{NAME}", 0)
-        more: dict[str, Any] = {"flops": flops, "unpacked": 0 if saved is x else x.size}
+        narrow = self._narrow_gradient(name, True) if in_fp8 else 0
+        more: dict[str, Any] = {"flops": flops, "unpacked": 0 if saved is x else x.size, "narrow_gradient": narrow}
         nodes.append(Node([x], [y, *rounded], saves, ("mlp_output",), parameters, *scratch, **more))
 
     def _biased(

@@ -299,7 +299,7 @@ class Simulation:
             elif node.saves and not region.is_replayed:
                 self._replay(region)
             is_deferred = self._defers and node.is_linear
-            is_rounded = node.widens_gradient and not is_deferred
+            is_rounded = node.narrow_gradient > 0 and not is_deferred
             parameters = 0 if is_deferred else node.parameters
             self._allocate(0 if is_rounded else parameters)
             new = 0
@@ -310,15 +310,18 @@ class Simulation:
                     new -= value.size
                     self._allocate(value.size)
             self._allocate(node.backward_scratch + new)
+            sizes = [gradients.pop(id(value), 0) for value in node.writes]
             if is_rounded:
                 self._release(node.saves)
+                self._free(node.backward_scratch - node.narrow_gradient + sum(sizes))
                 self._allocate(parameters)
-            self._free(node.backward_scratch + new)
+                self._free(node.narrow_gradient + new - sum(sizes))
+            else:
+                self._free(node.backward_scratch + new)
             if self._adds:
                 self._free(parameters)
             if not is_rounded:
                 self._release(node.saves[is_deferred:])  # W reads the first, the input of a map
-            sizes = [gradients.pop(id(value), 0) for value in node.writes]
             if is_deferred:
                 self._deferred.append((node, sum(sizes)))
             else:
