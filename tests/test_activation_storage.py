@@ -50,14 +50,17 @@ def test_arrays_of_any_shape(shape):
     assert_packed_alike(normal(0, *shape).astype(np.float32))
 
 
+PACK_IN_JAX, UNPACK_IN_JAX = jax.jit(in_jax.pack), jax.jit(in_jax.unpack, static_argnums=(1, 2))
+
+
 def assert_packed_alike(x: np.ndarray) -> None:
     packed = plan.pack(x)
     assert packed.shape == (*x.shape[:-1], plan.packed_width(x.shape[-1]))
     read = plan.unpack(packed, x.shape[-1])
     finite = np.isfinite(x).all(-1)
-    of_torch, of_jax = in_torch.pack(torch.from_numpy(x)), in_jax.pack(jnp.asarray(x))
+    of_torch, of_jax = in_torch.pack(torch.from_numpy(x)), PACK_IN_JAX(x)
     np.testing.assert_array_equal(in_torch.unpack(of_torch, x.shape[-1], torch.float32).numpy(), read)
-    np.testing.assert_array_equal(np.asarray(in_jax.unpack(of_jax, x.shape[-1], jnp.float32)), read)
+    np.testing.assert_array_equal(np.asarray(UNPACK_IN_JAX(of_jax, x.shape[-1], jnp.float32)), read)
     for found in (of_torch, of_jax):
         np.testing.assert_array_equal(np.asarray(found)[finite], packed[finite])
     whole, inverse = fp8.quantize(x.reshape(-1, x.shape[-1]), plan.QUANTIZATION)
@@ -86,8 +89,13 @@ def test_backward_of_a_linear_map_reads_its_input_in_8_bits(recipe):
     y = in_torch.packed_linear(given, of_weight, in_torch.pack(given), of_torch)
     ours = [y, *torch.autograd.grad(y, [given, of_weight], torch.from_numpy(gradient))]
     products = in_jax.PackedProducts(of_jax)
-    theirs, pull_back = jax.vjp(lambda x, w: products(x, w, None, in_jax.pack(x)), jnp.asarray(x), jnp.asarray(weight))
-    for found, other, definition in zip(ours, (theirs, *pull_back(jnp.asarray(gradient))), right, strict=True):
+
+    @jax.jit
+    def run(x, w, gradient):
+        y, pull_back = jax.vjp(lambda x, w: products(x, w, None, in_jax.pack(x)), x, w)
+        return y, *pull_back(gradient)
+
+    for found, other, definition in zip(ours, run(x, weight, gradient), right, strict=True):
         assert relative_difference(found.detach().numpy(), definition) < 1e-6
         assert relative_difference(np.asarray(other), definition) < 1e-6
 
@@ -198,9 +206,9 @@ def test_second_derivatives_are_refused_in_jax():
     ]
     for function in functions:
         first = jax.grad(lambda x, function=function: (function(x) ** 2).sum())
-        assert np.isfinite(first(x)).all()
+        assert np.isfinite(jax.jit(first)(x)).all()
         with pytest.raises(RuntimeError, match="activation_storage: expected to be differentiated once"):
-            jax.grad(lambda x, first=first: first(x).sum())(x)
+            jax.jit(jax.grad(lambda x, first=first: first(x).sum()))(x)
 
 
 def test_autocast_does_not_change_a_model():

@@ -346,7 +346,7 @@ def test_jax_sums_the_gradients_of_what_is_the_same_on_all_ranks_and_for_all_sam
     from jax.sharding import PartitionSpec as P
 
     x, *shared = map(jnp.asarray, (*mhc_inputs((2, 3, 4, 8), 0, np.float64)[:4], normal(5, 2, 3, 4, 4)))
-    wanted = jax.grad(jax_sublayer, (0, 1, 2, 3, 4))(x, *shared)
+    wanted = jax.jit(jax.grad(jax_sublayer, (0, 1, 2, 3, 4)))(x, *shared)
 
     def of_ranks(x, *shared):
         mesh = Mesh(np.array(jax.devices()[:1]), ("ranks",))
@@ -360,4 +360,4 @@ def test_jax_sums_the_gradients_of_what_is_the_same_on_all_ranks_and_for_all_sam
     def of_samples(x, *shared):
         return jax.vmap(jax_sublayer, (0, None, None, None, None))(jnp.stack([x, x]), *shared).sum()
 
-    assert_close(jax.grad(of_samples, (1, 2, 3, 4))(x, *shared), [2 * g for g in wanted[1:]], 1e-12)
+    assert_close(jax.jit(jax.grad(of_samples, (1, 2, 3, 4)))(x, *shared), [2 * g for g in wanted[1:]], 1e-12)

@@ -196,11 +196,15 @@ def test_everything_else_flows_in_bfloat16(backend):
     layer = transformer.TransformerLayer(replace(CONFIG, add_bias_linear=True), 0)
     streams, positions = array(backend, narrow(1, 8, 4, 32)), array(backend, np.arange(8))
     context = backend_module(backend, "forward_context").ForwardContext(positions)
-    assert dtype_of(layer(streams, context)) == "bfloat16"
-    aggregated, mixed, _ = layer.mlp_hyper_connection(streams, streams)
-    output = layer.mlp(layer.pre_mlp_layernorm(aggregated))
-    assert {dtype_of(x) for x in (aggregated, mixed, output)} == {"bfloat16"}
-    assert dtype_of(backend_module(backend, "ops").add_bias(output, layer.mlp.output_bias)) == "bfloat16"
+
+    def flowing(streams):
+        aggregated, mixed, _ = layer.mlp_hyper_connection(streams, streams)
+        output = layer.mlp(layer.pre_mlp_layernorm(aggregated))
+        biased = backend_module(backend, "ops").add_bias(output, layer.mlp.output_bias)
+        return layer(streams, context), aggregated, mixed, output, biased
+
+    found = flowing(streams) if backend == "torch" else jax.eval_shape(flowing, streams)
+    assert {dtype_of(x) for x in found} == {"bfloat16"}
 
 
 def curve(backend: str, bf16: bool, seed: int) -> np.ndarray:

@@ -57,18 +57,19 @@ class Model(nnx.Module):
         return self.use(self.part, x)
 
 
-def gradients(model):
+def gradients(model, compiled: bool = False):
     """Gradients of a model, on the device."""
-    found = nnx.grad(lambda model, x: (model(x) ** 2).sum())(model, batch())
+    gradient = nnx.grad(lambda model, x: (model(x) ** 2).sum())
+    found = (nnx.jit(gradient) if compiled else gradient)(model, batch())
     return [jax.device_put(x, jax.memory.Space.Device) for x in jax.tree.leaves(found)]
 
 
-def assert_plain_gradients(make, technique) -> None:
+def assert_plain_gradients(make, technique, compiled: bool = False) -> None:
     """Check that a model has the gradients of the plain one."""
-    expected = gradients(make())
+    expected = gradients(make(), compiled)
     model = make()
     technique(model)
-    for ours, theirs in zip(gradients(model), expected, strict=True):
+    for ours, theirs in zip(gradients(model, compiled), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -357,7 +358,7 @@ def test_a_checkpoint_inside_of_another_operation_still_drops_its_values(place, 
     plain = saved_by(model)
     TECHNIQUES[technique](model)
     assert saved_by(model) <= plain
-    assert_plain_gradients(lambda: Model(kind(), lambda part, x: part(x)), TECHNIQUES[technique])
+    assert_plain_gradients(lambda: Model(kind(), lambda part, x: part(x)), TECHNIQUES[technique], compiled=True)
 
 
 # Transformations.
@@ -481,7 +482,7 @@ def test_gradients_of_values_that_are_equal_for_all_samples(kind, use, technique
     for apply in (TECHNIQUES[technique], lambda model: None):
         model = Scaled(kind(), use)
         apply(model)
-        found.append((gradients(model), model.part.mean[...] if kind is Counting else None))
+        found.append((gradients(model, compiled=True), model.part.mean[...] if kind is Counting else None))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), *found)
 
 
