@@ -105,6 +105,21 @@ def test_backward_observes_the_exponents_of_the_three_arrays(factor):
     np.testing.assert_array_equal(of_jax[0], g)
 
 
+def test_the_largest_weight_is_observed_as_it_is_multiplied():
+    """Rounded to the type of the input, 1.9999 is 2, which has another exponent."""
+    x, y, history = np.ones((1, 1), "bfloat16"), np.ones((1, 1), "bfloat16"), np.zeros(plan.SHAPE, np.float32)
+    w = np.full((1, 1), 1.9999, np.float32)
+    of_history = torch.from_numpy(history).requires_grad_()
+    ones = torch.ones(1, 1, dtype=torch.bfloat16)
+    in_torch.observe(ones, ones, torch.from_numpy(w), of_history, 1).sum().backward()
+    of_jax = jax.grad(lambda h: in_jax.observe(jnp.asarray(y), jnp.asarray(x), jnp.asarray(w), h, 1).sum())(
+        jnp.asarray(history)
+    )
+    assert of_history.grad is not None
+    for found in (of_history.grad.numpy(), np.asarray(of_jax)):
+        assert found.reshape(3, 256).argmax(1).tolist() == [127, 128, 127]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_with_given_scales(dtype):
     """NumPy, PyTorch and JAX; some entries are clipped."""
