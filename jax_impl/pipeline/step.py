@@ -312,8 +312,8 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, transform: str) -> Mesh:
             )
     if transform == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
         raise ValueError(
-            f"mesh: expected axis {PIPELINE_AXIS!r} alone with transform 'pmap', got {dict(mesh.shape)}; use transform "
-            "'shard_map'"
+            f"transform: expected 'shard_map' with a mesh {dict(mesh.shape)}, got 'pmap', which supports axis "
+            f"{PIPELINE_AXIS!r} alone; pass transform='shard_map'"
         )
     return mesh
 

@@ -34,7 +34,7 @@ def test_step_refuses_what_does_not_fit():
     ):
         make(Mesh(devices(2, 2), ("pp", "tp")), transform="shard_map")
     with pytest.raises(
-        ValueError, match=r"mesh: expected axis 'pp' alone with transform 'pmap', .* use transform 'shard_map'"
+        ValueError, match=r"transform: expected 'shard_map' with a mesh .*, got 'pmap', .* alone; pass transform"
     ):
         make(Mesh(devices(2, 2), ("dp", "pp")), transform="pmap")
     with pytest.raises(ValueError, match=r"model: expected the whole model of config, .*undivided\(config\)"):
