@@ -109,7 +109,7 @@ def decayed(
     chunk, head, first, length = chunk_of(chunks_ptr, HV)
     o_k = tl.program_id(1) * BK + tl.arange(0, BK)
     _store_decayed(
-        q_ptr, k_ptr, g_ptr, q_in_ptr, k_in_ptr, k_out_ptr, decay_ptr, chunk, head, first, length, o_k, None, None,
+        q_ptr, k_ptr, g_ptr, q_in_ptr, k_in_ptr, k_out_ptr, decay_ptr, chunk, head, first, length, o_k, 0.0, 0.0,
         H, HV, K, SCALE, C, BK, None, False,
     )  # fmt: skip
 
