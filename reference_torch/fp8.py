@@ -34,7 +34,12 @@ class SharingRanks(NamedTuple):
     """Seconds to wait for the other ranks."""
 
     def largest(self, x: Tensor) -> Tensor:
-        """Replace a tensor by its maximum over the ranks, and return it."""
+        """Replace a tensor by its maximum over the ranks, infinity for a NaN, and return it.
+
+        The maximum of a NaN and a number depends on the order in gloo, and is the number in NCCL.
+        """
+        if self.groups:
+            x.masked_fill_(x.isnan(), float("inf"))
         for group in self.groups:
             work = dist.all_reduce(x, dist.ReduceOp.MAX, group=group, async_op=True)
             wait_for(work, "the largest element of an array in FP8", self.timeout)

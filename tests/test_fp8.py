@@ -217,6 +217,20 @@ def test_what_is_not_finite_is_seen(recipe, wrong):
     np.testing.assert_array_equal(np.asarray(LINEAR_IN_JAX(x, jnp.ones((4, 3)), recipe)), y)
 
 
+def test_a_nan_of_one_rank_reaches_the_others(monkeypatch):
+    """As infinity: the maximum of a NaN and a number may be the number."""
+    sent = []
+    monkeypatch.setattr(in_torch.dist, "all_reduce", lambda x, *how, **group: sent.append(x.clone()))
+    monkeypatch.setattr(in_torch, "wait_for", lambda *call: None)
+    ranks = in_torch.SharingRanks((object(),))  # pyright: ignore[reportArgumentType]
+    x = torch.ones(2, 3)
+    x[0, 1] = torch.nan
+    values, inverse = in_torch.quantize(x, plan.product_recipe("e4m3", "current").inputs, ranks=ranks)
+    assert [largest.tolist() for largest in sent] == [[[float("inf")]]]
+    assert values.float().isnan().all()
+    assert inverse.isnan().all()
+
+
 def test_scales_far_apart_do_not_overflow():
     """The factors of two scales are multiplied with the sum in an order in which nothing becomes infinite."""
     recipe = plan.product_recipe("e4m3", "current")

@@ -161,6 +161,8 @@ class _Sizes:
         # What a scan reads of q, k and their decays.
         self.steps = chunks * heads * chunk * shape.wide
         self.decays = self.chunk_keys if self.is_kda else 2 * self.steps
+        # What a scan reads only to compute outputs: q and A_qk.
+        self.outputs_only = (self.by_key if self.is_kda else self.qk) + self.pairs
         self.terms = (3 * self.by_key if self.is_kda else 2 * self.qk) + self.decays
 
     def around(self) -> tuple[Work, Work]:
@@ -184,7 +186,7 @@ class _Sizes:
             inputs = self.terms + self.by_value + self.steps + 2 * self.pairs
             maps = self.states * (self.shape.key + self.shape.value) / self.shape.value
             columns = (self.shape.key + self.shape.value) / self.shape.value
-            scan = self._scan("scan_forward of states", inputs + maps, 4, 2)
+            scan = self._scan("scan_forward of states", inputs - self.outputs_only + maps, 4, 2)
             of_maps = Work(scan.moved, scan.flops * columns, scan.instructions * columns)
             forward = (*forward, of_maps)
             backward = (self._scan("scan_backward", inputs + 2 * self.states, 6, 4), *backward)
@@ -205,7 +207,8 @@ class _Sizes:
     def backward(self) -> tuple[Work, ...]:
         """Return the launches of backward."""
         inputs = self.terms + self.by_value + self.steps + 2 * self.pairs + self.states
-        states = self._scan("scan_forward of states", inputs + self.chunk_states + self.by_value + self.states, 4, 2)
+        written = self.chunk_states + self.by_value + self.states
+        states = self._scan("scan_forward of states", inputs - self.outputs_only + written, 4, 2)
         back = self._scan("scan_backward", inputs + self.by_value + self.chunk_states + self.states, 6, 4)
         state_gradients = 2 * self.chunk_states + 3 * self.by_value + 3 * self.by_key + self.chunk_keys
         product_gradients = 5 * self.by_value + self.scalars + self.wide_pairs + 2 * self.pairs + self.wide_scalars
@@ -228,7 +231,7 @@ class _Sizes:
         slices = -(-self.shape.key // 16) * self.wide_scalars
         both = 2 * self.g  # the terms of dg before and after each token
         moved = 2 * self.qk + self.g + self.scalars + 2 * self.pairs + 5 * self.by_key + self.wide_scalars + both
-        gates = self.g + both + 2 * self.chunk_keys + slices + self.g + self.scalars
+        gates = both + 2 * self.chunk_keys + slices + self.g + self.scalars
         return (
             self._work("channel_gradients", moved + slices, 8 * self.chunk * self.key_columns),
             self._work("gate_gradients", gates, 0),

@@ -217,10 +217,12 @@ def _scan_forward(
     Returns:
         o, starts, errors and final; the flags of launch_configs.scan_forward exclude some of them.
     """
-    *decayed, (a_qk, _, inverse, steps, decay) = terms
-    arrays = (*decayed, inputs.v, decay, steps, a_qk, inverse)
-    sizes = inputs.sizes(static) | flags
-    return backend(launch_configs.scan_forward, sizes, *arrays, inputs.initial, inputs.sequences)
+    q_in, k_in, k_out, (a_qk, _, inverse, steps, decay) = terms
+    if not flags.get("output"):  # what the kernel does not read needs no memory traffic
+        q_in = a_qk = steps
+    initial = steps if flags.get("from_zero") else inputs.initial
+    arrays = (q_in, k_in, k_out, inputs.v, decay, steps, a_qk, inverse, initial)
+    return backend(launch_configs.scan_forward, inputs.sizes(static) | flags, *arrays, inputs.sequences)
 
 
 def _scan_backward(
@@ -232,9 +234,8 @@ def _scan_backward(
         dx, dends and dinitial; the flags of launch_configs.scan_backward exclude some of them.
     """
     *decayed, (a_qk, _, inverse, steps, decay) = terms
-    arrays = (*decayed, decay, steps, a_qk, inverse)
-    sizes = inputs.sizes(static) | flags
-    return backend(launch_configs.scan_backward, sizes, *arrays, do, dfinal, inputs.sequences)
+    arrays = (*decayed, decay, steps, a_qk, inverse, do, steps if flags.get("from_zero") else dfinal)
+    return backend(launch_configs.scan_backward, inputs.sizes(static) | flags, *arrays, inputs.sequences)
 
 
 def _split_into_parts(backend: Backend, static: DeltaRule, inputs: Inputs, terms: Terms) -> tuple[Inputs, Array]:
@@ -364,7 +365,7 @@ def _token_gradients(
     if static.per_channel:
         arrays = (*tokens, da_qk, da_kk, *state_terms, dbeta, chunks)
         dq, dk, rise, fall, dbetas = backend(launch_configs.channel_gradients, sizes, *arrays)
-        arrays = (inputs.g, rise, fall, decay, ddecay, dbetas, chunks)
+        arrays = (rise, fall, decay, ddecay, dbetas, chunks)
         dg, dbeta = backend(launch_configs.gate_gradients, sizes | {"slices": dbetas.shape[-1]}, *arrays)
     else:
         arrays = (*tokens, decay, a_qk, a_kk, da_qk, da_kk, *state_terms, ddecay, dbeta, chunks)

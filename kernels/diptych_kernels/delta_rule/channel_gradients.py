@@ -16,8 +16,9 @@ dq' is dq without its term j = i. row_i is before_i of gradients.py, and column_
 after_j. Other symbols are defined in gradients.py and products.py.
 
 A program computes a slice of channels of a chunk; channels are independent. As in products.py, the sums are matrix
-products of the whole chunk if no channel of the slice decays too much, and otherwise consist of tiles of 16 tokens. The
-sums over other tiles are then products of operands that decay up to the border between the tiles.
+products of the whole chunk if inputs have 16 bits and no channel of the slice decays too much, and otherwise consist of
+tiles of 16 tokens. The sums over other tiles are then products of operands that decay up to the border between the
+tiles.
 """
 
 import triton
@@ -280,7 +281,6 @@ def _decays_to_ends(
 
 @triton.jit
 def gate_gradients(
-    g_ptr,
     rise_ptr,
     fall_ptr,
     decay_ptr,

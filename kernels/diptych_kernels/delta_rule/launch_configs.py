@@ -54,7 +54,8 @@ CANDIDATES: dict[str, tuple[Block, ...]] = {
     "head_gradients": (Block(1, 32, 4), Block(1, 64, 4), Block(1, 128, 8)),
     "sum_heads": (Block(1, 64, 4), Block(1, 128, 4)),
 }
-"""Candidate blocks by kernel, from measurements on an H100; the first is the default, which spills nothing there."""
+"""Candidate blocks by kernel, from measurements and machine code for an H100; the first is the default, which spills
+nothing on sm_80 and sm_90."""
 
 
 class Call(NamedTuple):
@@ -164,7 +165,7 @@ def _programs(call: Call) -> int:
 
 
 def _decayed_outputs(call: Call) -> list:
-    """Return the outputs q_in, k_in, k_out and decay."""
+    """Return the outputs q_in, k_in, k_out and decay, or those of their gradients."""
     return [*[(call.by_channel, call.dtype)] * 3, ((call.chunks, call.value_heads, call.key), call.wide)]
 
 
@@ -302,7 +303,7 @@ def compose(block: Block, lead: tuple[int, ...], call: Call, parts: int, back: b
 
 
 def parts_of(chunks: int, sequences: int, value_heads: int, value: int) -> int:
-    """Return the number of parts per sequence that gives a scan enough programs; 1 if heads alone give enough.
+    """Return the number of parts per sequence that gives a scan enough programs; 1 if it would be below MIN_PARTS.
 
     Parts are scanned twice, the first time with more columns, so that few parts would be slower than none.
 
@@ -321,10 +322,9 @@ def state_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch starts, dends, errors, dx, do, chunks -> r_in, r_seen, r_out, ddecay."""
     columns = _columns(block, call, call.key)
     values = _columns(block, call, call.value)
-    outputs = [*[(call.by_channel, call.dtype)] * 3, ((call.chunks, call.value_heads, call.key), call.wide)]
     grid = (_programs(call), math.ceil(call.key / columns))
     constants = dict(K=call.key, V=call.value, PRECISION=_precision(call), BK=columns, BV=values)
-    return _launch("gradients", state_gradients, block, call, grid, outputs, **constants)
+    return _launch("gradients", state_gradients, block, call, grid, _decayed_outputs(call), **constants)
 
 
 def product_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
@@ -352,7 +352,7 @@ def channel_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch
 
 
 def gate_gradients(block: Block, lead: tuple[int, ...], call: Call, slices: int) -> Launch:
-    """Configure the launch g, rise, fall, decay, ddecay, dbeta by slices, chunks -> dg, dbeta.
+    """Configure the launch rise, fall, decay, ddecay, dbeta by slices, chunks -> dg, dbeta.
 
     ``slices`` is the number of slices of channels of channel_gradients.
     """

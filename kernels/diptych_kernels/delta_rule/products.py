@@ -14,8 +14,8 @@ q_i and k_i are the query and key of token i, g_i <= 0 its log decays and beta_i
 whole chunk. q_in and k_in multiply the state before the chunk, and k_out contributes to the state after it.
 
 A program computes one chunk of one head. Where each channel has its own decay (KDA) and inputs have 16 bits, A_qk and
-A_kk are matrix products of the whole chunk if no channel decays by more than exp(-60) after the chunk's first token:
-queries decay from this token on, and keys grow back to it.
+A_kk are matrix products of the whole chunk if no channel's log decays after the chunk's first token sum to less than
+-60: queries decay from this token on, and keys are divided by their decay since it.
 
 Otherwise they consist of tiles of 16 x 16 tokens. Below the diagonal, rows decay from the first token of their tile,
 and keys decay up to that token. Exponents are sums of log decays, never differences of sums. They are therefore never
@@ -58,9 +58,9 @@ def load_rows(
 ):  # fmt: skip
     """Load the tile [tokens, columns] of one head of x [T, H, D], with 0 for missing tokens and columns.
 
-    ``o_t`` counts from the token ``first``. Offsets from there are int32, and those of a thread differ by constants, so
-    that it needs one address. A load without a mask has fewer instructions: m_t is None if no token is missing, and
-    HAS_COLUMNS says that no column is.
+    ``o_t`` counts from the token ``first``. Offsets from there are int32 and differ by constants within a thread, so
+    that each thread computes one base address. A load without a mask has fewer instructions: m_t is None if no token is
+    missing, and HAS_COLUMNS says that no column is.
     """
     p_x = x_ptr + (first * H + head) * D + (o_t * (H * D))[:, None] + o_d[None, :]
     if m_t is None and HAS_COLUMNS:
@@ -142,7 +142,7 @@ def terms_by_channel(
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
     chunk, head, first, length = chunk_of(chunks_ptr, HV)
     p_a = (chunk * HV + head) * (C * C)
-    is_mild = (length >= 0) & (NARROW.primitive_bitwidth == 16)
+    is_mild = (length >= 0) & (NARROW.primitive_bitwidth == 16)  # the first makes it a tensor, as the loop assigns
     b_qk = tl.zeros([C, C], ACC)
     b_kk = tl.zeros([C, C], ACC)
     for start in range(0, K, BK):
@@ -179,10 +179,11 @@ def _store_decayed(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, WITH_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Store q_in, k_in, k_out and the decays of some channels of a chunk.
+    """Store q_in, k_in, k_out and the decays of some channels of a chunk, and add to its products.
 
     Returns:
-        q and k that decay from the first token of the chunk, k divided by this decay, and the least of its logarithms.
+        b_qk and b_kk with the products of these channels added, unchanged without WITH_PRODUCTS, and the smallest log
+        decay since the first token.
     """
     ACC: tl.constexpr = decay_ptr.dtype.element_ty
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
@@ -290,7 +291,7 @@ def decays_since_start(
     g_ptr, first, length, head,
     HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return the log decays of ROWS tokens since ``first``, [ROWS, BK], and whether keys may be multiplied by them.
+    """Return the log decays of ROWS tokens since ``first``, [ROWS, BK], and whether keys may be divided by the decays.
 
     Types of more than 16 bits would lose digits: rounding of an exponent is relative to its size.
     """
@@ -425,7 +426,7 @@ def solve(
     """Compute inverse [NC, HV, C, C] on and below the diagonal, C <= 64; grid (NC HV,).
 
     Also copy the step sizes to [NC, HV, C], with 0 for missing tokens, so that the scans load a chunk's from one place.
-    All loads precede the substitution, so that a program waits for memory once.
+    Tiles below the diagonal are loaded before the substitution, so that a program waits for them once.
     """
     ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
     chunk, head, first, length = chunk_of(chunks_ptr, HV)
