@@ -55,7 +55,7 @@ def quantize(
     Args:
         x: the matrix. [N, K]
         quantization: type and blocks.
-        scale: scale of the array, if the quantisation is delayed. [] float32
+        scale: scale of the array, if quantization.has_given_scale. [] float32
         ranks: ranks that have other parts of an array with one scale.
 
     Returns:
@@ -64,8 +64,8 @@ def quantize(
     """
     wide = x.astype(jnp.float32)
     largest = quantization.largest
-    if quantization.delayed:
-        assert scale is not None, "the scale of a delayed recipe is an argument"
+    if quantization.has_given_scale:
+        assert scale is not None, "has_given_scale makes the scale an argument"
         scales = jnp.where(jnp.isfinite(amax(wide)), scale, jnp.nan).reshape(1, 1)
     else:
         maxima = _maxima(wide, quantization)

@@ -61,7 +61,7 @@ def quantize(
     Args:
         x: the matrix. [N, K]
         quantization: type and blocks.
-        scale: scale of the array, if it comes from earlier steps.
+        scale: scale of the array, if quantization.has_given_scale. [] float32
         ranks: ranks that have other parts of an array with one scale.
 
     Returns:
@@ -69,8 +69,8 @@ def quantize(
         float32. An element that is not finite becomes NaN, and so do all other elements with the same scale.
     """
     x = x.float() if x.dtype == torch.float64 else x  # narrower types become float32 by the product with scales
-    if quantization.delayed:
-        assert scale is not None, "the scale of a delayed recipe is an argument"
+    if quantization.has_given_scale:
+        assert scale is not None, "has_given_scale makes the scale an argument"
         scales = scale.where(amax(x).isfinite(), float("nan")).view(1, 1)
     else:
         maxima = _maxima(x, quantization)

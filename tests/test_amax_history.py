@@ -168,9 +168,9 @@ def test_clipped_and_infinite_entries(wrong):
 def test_wrong_scales_are_named():
     current = fp8.product_recipe("e4m3", "current")
     for linear, array in ((torch_fp8.fp8_linear, torch.ones), (jax_fp8.fp8_linear, jnp.ones)):
-        with pytest.raises(ValueError, match=r"scales: expected three with delayed=True, got None"):
+        with pytest.raises(ValueError, match=r"scales: expected three with has_given_scale=True, got None"):
             linear(array((5, 3)), array((4, 3)), DELAYED)
-        with pytest.raises(ValueError, match=r"scales: expected None with delayed=False, got some"):
+        with pytest.raises(ValueError, match=r"scales: expected None with has_given_scale=False, got some"):
             linear(array((5, 3)), array((4, 3)), current, array(3))
         with pytest.raises(ValueError, match=r"scales: expected shape \(3,\) float32, got \(2,\) float"):
             linear(array((5, 3)), array((4, 3)), DELAYED, array(2))

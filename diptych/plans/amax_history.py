@@ -57,7 +57,7 @@ def has_history(config: TransformerConfig, name: str) -> bool:
         name: canonical name of the map.
     """
     recipe = linear_recipe(config, name)
-    return recipe is not None and recipe.inputs.delayed
+    return recipe is not None and recipe.inputs.has_given_scale
 
 
 def is_history(shape: tuple[int, ...]) -> bool:

@@ -59,8 +59,8 @@ class Quantization(NamedTuple):
     """Name of the 8-bit type."""
     block: tuple[int, int] | None
     """Rows and columns of a block; None: one scale for the whole array."""
-    delayed: bool = False
-    """True if the scale comes from earlier steps instead of the array."""
+    has_given_scale: bool = False
+    """True if the scale is an argument, such as one of earlier steps, instead of that of the array."""
 
     @property
     def largest(self) -> float:
@@ -104,7 +104,7 @@ def product_recipe(format: Format, recipe: Recipe) -> ProductRecipe:
 
 def with_given_scales(recipe: ProductRecipe) -> ProductRecipe:
     """Return a recipe of the same types whose scales are given instead of taken from each array."""
-    return ProductRecipe(*(quantization._replace(delayed=True) for quantization in recipe))
+    return ProductRecipe(*(quantization._replace(has_given_scale=True) for quantization in recipe))
 
 
 def check_scales(recipe: ProductRecipe, scales: Operand | None) -> None:
@@ -117,9 +117,9 @@ def check_scales(recipe: ProductRecipe, scales: Operand | None) -> None:
     Raises:
         ValueError: a delayed recipe has no scales, or another has some; they have another shape or type.
     """
-    if (scales is not None) != recipe.inputs.delayed:
+    if (scales is not None) != recipe.inputs.has_given_scale:
         expected, got = ("None", "some") if scales is not None else ("three", "None")
-        raise ValueError(f"scales: expected {expected} with delayed={recipe.inputs.delayed}, got {got}")
+        raise ValueError(f"scales: expected {expected} with has_given_scale={recipe.inputs.has_given_scale}, got {got}")
     if scales is not None and (scales.shape, scales.dtype) != ((3,), "float32"):
         raise ValueError(f"scales: expected shape (3,) float32, got {scales.shape} {scales.dtype}")
 
@@ -169,8 +169,8 @@ def quantize(
         float32. An element that is not finite becomes NaN, and so do all other elements with the same scale.
     """
     wide = x.astype(np.float32)
-    if quantization.delayed:
-        assert scale is not None, "the scale of a delayed recipe is an argument"
+    if quantization.has_given_scale:
+        assert scale is not None, "has_given_scale makes the scale an argument"
         by_block = np.full((1, 1), scale if np.isfinite(wide).all() else np.nan, np.float32)
     else:
         rows, columns = quantization.block or (max(1, x.shape[0]), max(1, x.shape[1]))

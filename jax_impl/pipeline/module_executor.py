@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from diptych.plans.schedule.actions import Schedule
-from diptych.plans.schedule.lockstep import SAVES, Saves, compile_lockstep
+from diptych.plans.schedule.lockstep import SAVES, SLOTS, Saves, compile_lockstep
 from diptych.plans.schedule.named import forwards_of, schedule_of_stages
 from jax_impl.offload import MoveCounter
 from jax_impl.pipeline.executor import run_lockstep
@@ -27,7 +27,7 @@ from jax_impl.pipeline.module_stages import (
 )
 from jax_impl.pipeline.packed_layout import PackedLayout
 from jax_impl.pipeline.programs import DATA_AXIS, PIPELINE_AXIS, StagedParameters
-from jax_impl.pipeline.transforms import SLOTS, TRANSFORMS, by_pmap, by_shard_map, shardings_of, whole_array
+from jax_impl.pipeline.transforms import TRANSFORMS, by_pmap, by_shard_map, shardings_of, whole_array
 
 
 class PipelineExecutor:

@@ -19,14 +19,14 @@ from diptych.plans.model.documents import check_document_starts
 from diptych.plans.model.implementation import callback_threads, uses_kernels
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.schedule.actions import Action
-from diptych.plans.schedule.lockstep import SAVES, LockstepTable, Saves, compile_lockstep
+from diptych.plans.schedule.lockstep import SAVES, SLOTS, LockstepTable, Saves, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
 from jax_impl.offload import MoveCounter
 from jax_impl.pipeline.executor import run_lockstep
 from jax_impl.pipeline.optimizer_shares import OptimizerShares
 from jax_impl.pipeline.programs import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, StagedParameters
 from jax_impl.pipeline.stages import Batch, divide_model, names_of
-from jax_impl.pipeline.transforms import SLOTS, TRANSFORMS, by_pmap, by_shard_map, shardings_of, whole_array
+from jax_impl.pipeline.transforms import TRANSFORMS, by_pmap, by_shard_map, shardings_of, whole_array
 from jax_impl.pipeline.wavefront import run_wavefront
 
 

@@ -11,12 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_impl.pipeline.programs import PIPELINE_AXIS, TENSOR_AXIS, StagedParameters
 
 TRANSFORMS = ("pmap", "shard_map")
-SLOTS = ("canonical", "fused")
-"""Kinds of slots: one action, or a forward and a backward; see diptych.plans.schedule.lockstep."""
 
 
 def by_pmap(local: Callable, mesh: Mesh) -> Any:
-    """Run a function by jax.pmap.
+    """Return a function that runs ``local`` on every device by jax.pmap.
 
     Args:
         local: function of the parameters of a rank and the batch, which returns what the last stage collected, equal on
@@ -47,7 +45,7 @@ def by_shard_map(
     collected_specs: PartitionSpec | None = None,
     gradient_specs: StagedParameters | None = None,
 ) -> Any:
-    """Run a function by jax.shard_map, which can also divide the data.
+    """Return a function that runs ``local`` on every device by jax.shard_map, which can also divide the data.
 
     Args:
         local: see by_pmap.

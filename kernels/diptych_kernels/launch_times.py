@@ -3,7 +3,7 @@
 A launch takes at least as long as each of three things:
 
     bytes      reading and writing its tensors at the bandwidth of the memory
-    issue      its instructions: a multiprocessor begins four warp instructions per cycle
+    issue      its instructions: a multiprocessor issues four warp instructions per cycle
     chain      the instructions of one warp, one after the other, for each wave of programs
 
 The third term needs what no data sheet has: how many cycles pass from one instruction of a warp to the next. Warps that
@@ -24,7 +24,7 @@ CYCLES_WITH_BARRIERS = 8.0
 """Cycles per instruction of a warp in kernels with barriers."""
 
 ISSUED_PER_CYCLE = 4
-"""Warp instructions that a multiprocessor begins in a cycle."""
+"""Warp instructions that a multiprocessor issues in a cycle."""
 
 STRONG_DECAYS = ("for row in range(0, C // TILE):", "for tile in tl.range(0, C // TILE, disable_licm=True):")
 """Loops of KDA that run in 16 bits only if a channel decays by more than exp(-60) in a chunk; left out there."""

@@ -25,6 +25,8 @@ from diptych.plans.schedule.validate import validate_schedule
 
 Saves = Literal["inputs", "residuals"]
 SAVES = ("inputs", "residuals")
+SLOTS = ("canonical", "fused")
+"""Kinds of slots: one action, or a forward and a backward."""
 FUSED = ("none", "1f1b", "interleaved")
 """Schedules that support fused slots, because their forwards and backwards alternate."""
 

@@ -29,9 +29,9 @@ from diptych_kernels.delta_rule.products import (
     TILE,
     chunk_of,
     decays_around,
-    decays_since_start,
     load_rows,
     load_scalars,
+    log_decays_since,
     store_rows,
 )
 
@@ -81,7 +81,7 @@ def channel_gradients(
     o_k = slice_index * BK + tl.arange(0, BK)
     group = head // (HV // H)
     p_a = (chunk * HV + head) * (C * C)
-    b_since, is_mild = decays_since_start(g_ptr, first, length, head, HV, o_k, K, ACC, NARROW, C)
+    b_since, is_mild = log_decays_since(g_ptr, first, length, head, HV, o_k, K, ACC, NARROW, C)
     if is_mild:
         o_t = tl.arange(0, C)
         m_t = o_t < length
@@ -175,7 +175,7 @@ def _with_own_tile(
     """Add the sums over the tokens of a tile to dq / SCALE, row and column of the same tile."""
     BK: tl.constexpr = o_k.shape[0]
     o_r = tl.arange(0, TILE)
-    b_since, is_mild = decays_since_start(
+    b_since, is_mild = log_decays_since(
         g_ptr, first + tile * TILE, length - tile * TILE, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE
     )
     if is_mild:

@@ -33,9 +33,9 @@ import triton.language as tl
 from diptych_kernels.delta_rule.products import (
     chunk_of,
     decays_within,
-    load_decays,
     load_rows,
     load_scalars,
+    load_token_decays,
     store_rows,
 )
 from diptych_kernels.delta_rule.scan import load_lower
@@ -184,7 +184,7 @@ def head_gradients(
     b_within = decays_within(g_ptr, first, length, head, HV, ACC, C)
     b_dqk = (b_dqk * b_within * SCALE).to(NARROW)
     b_dkk = (b_dkk * b_within).to(NARROW)
-    b_before, b_after, decay = load_decays(decays_ptr, chunk, head, HV, C)
+    b_before, b_after, decay = load_token_decays(decays_ptr, chunk, head, HV, C)
     b_beta = load_scalars(beta_ptr, first, o_t, m_t, head, HV, ACC)
     b_rise = tl.zeros([C], ACC)
     b_fall = tl.zeros([C], ACC)

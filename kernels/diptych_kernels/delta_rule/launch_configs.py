@@ -73,8 +73,8 @@ class Call(NamedTuple):
         value: channels of the values. V
         chunk_size: tokens of a chunk; 16, 32 or 64. C
         dtype: type of q, k and v.
-        gate: type of g.
-        beta: type of beta.
+        gate_dtype: type of g.
+        beta_dtype: type of beta.
     """
 
     per_channel: bool
@@ -88,8 +88,8 @@ class Call(NamedTuple):
     value: int
     chunk_size: int
     dtype: str
-    gate: str
-    beta: str
+    gate_dtype: str
+    beta_dtype: str
 
     @property
     def wide(self) -> str:
@@ -358,7 +358,7 @@ def gate_gradients(block: Block, lead: tuple[int, ...], call: Call, slices: int)
     """
     columns = _columns(block, call, call.key)
     grid = (_programs(call), math.ceil(call.key / columns))
-    outputs = [(call.by_channel, call.gate), (call.by_channel[:2], call.beta)]
+    outputs = [(call.by_channel, call.gate_dtype), (call.by_channel[:2], call.beta_dtype)]
     constants = dict(K=call.key, BK=columns, SLICES=slices, SP=power_of_two(slices))
     return _launch("channel_gradients", gate_gradients, block, call, grid, outputs, **constants)
 
@@ -368,7 +368,11 @@ def head_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
 
     q, k, g, beta, decays, A_qk, A_kk, dA_qk, dA_kk, r_in, r_seen, r_out, ddecay, dbeta, chunks -> dq, dk, dg, dbeta.
     """
-    outputs = [*[(call.by_channel, call.dtype)] * 2, (call.by_channel[:2], call.gate), (call.by_channel[:2], call.beta)]
+    outputs = [
+        *[(call.by_channel, call.dtype)] * 2,
+        (call.by_channel[:2], call.gate_dtype),
+        (call.by_channel[:2], call.beta_dtype),
+    ]
     columns = _columns(block, call, call.key)
     constants = dict(H=call.heads, K=call.key, SCALE=call.scale, PRECISION=_precision(call), BK=columns)
     return _launch("gradients", head_gradients, block, call, (_programs(call),), outputs, **constants)

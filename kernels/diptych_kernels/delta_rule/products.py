@@ -263,7 +263,7 @@ def _diagonal_tile(
         o_k = start + tl.arange(0, BK)
         b_q = load_rows(q_ptr, first, o_r, o_r < length, group, H, o_k, K, ACC)
         b_k = load_rows(k_ptr, first, o_r, o_r < length, group, H, o_k, K, ACC)
-        b_since, is_mild = decays_since_start(g_ptr, first, length, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE)
+        b_since, is_mild = log_decays_since(g_ptr, first, length, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE)
         if is_mild:
             b_keys = tl.trans(b_k * exp_of(-b_since))
             b_decay = exp_of(b_since)
@@ -287,7 +287,7 @@ def _diagonal_tile(
 
 
 @triton.jit
-def decays_since_start(
+def log_decays_since(
     g_ptr, first, length, head,
     HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -358,7 +358,7 @@ def decays_within(g_ptr, first, length, head, HV: tl.constexpr, ACC: tl.constexp
 
 
 @triton.jit
-def load_decays(decays_ptr, chunk, head, HV: tl.constexpr, C: tl.constexpr):
+def load_token_decays(decays_ptr, chunk, head, HV: tl.constexpr, C: tl.constexpr):
     """Return exp(G) [C], exp(G_C - G) [C] and the scalar exp(G_C) from the decays of products_by_head."""
     p_decays = decays_ptr + (chunk * HV + head) * (2 * C)
     o_c = tl.arange(0, C)

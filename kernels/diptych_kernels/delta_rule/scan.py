@@ -27,7 +27,7 @@ The file scan.py of both backends contains the reference implementation.
 import triton
 import triton.language as tl
 
-from diptych_kernels.delta_rule.products import TILE, load_decays, load_rows, store_rows
+from diptych_kernels.delta_rule.products import TILE, load_rows, load_token_decays, store_rows
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def load_lower(a_ptr, chunk, head, HV: tl.constexpr, C: tl.constexpr, o_i, o_j):
 
 
 @triton.jit
-def load_decay(decay_ptr, chunk, head, HV: tl.constexpr, o_k, K: tl.constexpr):
+def load_chunk_decay(decay_ptr, chunk, head, HV: tl.constexpr, o_k, K: tl.constexpr):
     """Load the decay of the state over a chunk, [KP]."""
     return tl.load(decay_ptr + (chunk * HV + head) * K + o_k, mask=o_k < K, other=0.0)
 
@@ -156,7 +156,7 @@ def _chunk_forward(
     b_k = load_rows(k_in_ptr, first, o_c, m_t, group, QH, o_k, K, NARROW, HAS_KEYS)
     b_seen = tl.dot(b_k, b_narrow, input_precision=PRECISION, out_dtype=ACC)
     if not PER_CHANNEL:
-        b_before, b_after, decay = load_decays(decay_ptr, chunk, head, HV, C)
+        b_before, b_after, decay = load_token_decays(decay_ptr, chunk, head, HV, C)
         b_seen *= b_before[:, None]
     b_v = load_rows(v_ptr, first, o_c, m_t, head, HV, o_v, V, ACC, HAS_VALUES)
     b_x = (b_v - b_seen) * b_beta[:, None]
@@ -174,7 +174,7 @@ def _chunk_forward(
         b_o = tl.dot(b_a, b_errors, b_o, input_precision=PRECISION, out_dtype=ACC)
         store_rows(o_ptr, first, o_c, m_t, head, HV, o_v, V, b_o, HAS_VALUES)
     if PER_CHANNEL:
-        b_s *= load_decay(decay_ptr, chunk, head, HV, o_k, K)[:, None]
+        b_s *= load_chunk_decay(decay_ptr, chunk, head, HV, o_k, K)[:, None]
         b_k = load_rows(k_out_ptr, first, o_c, m_t, group, QH, o_k, K, NARROW, HAS_KEYS)
     else:
         b_s *= decay
@@ -268,7 +268,7 @@ def _chunk_backward(
     b_k = load_rows(k_out_ptr, first, o_c, m_t, group, QH, o_k, K, NARROW, HAS_KEYS)
     b_de = tl.dot(b_k, b_narrow, input_precision=PRECISION, out_dtype=ACC)
     if not PER_CHANNEL:
-        b_before, b_after, decay = load_decays(decay_ptr, chunk, head, HV, C)
+        b_before, b_after, decay = load_token_decays(decay_ptr, chunk, head, HV, C)
         b_de *= b_after[:, None]
     b_a = load_lower(a_qk_ptr, chunk, head, HV, C, o_c[None, :], o_c[:, None])
     b_de = tl.dot(b_a, b_do, b_de, input_precision=PRECISION, out_dtype=ACC)
@@ -279,7 +279,7 @@ def _chunk_backward(
     b_dx *= -tl.load(steps_ptr + (chunk * HV + head) * C + o_c)[:, None]
     b_q = load_rows(q_ptr, first, o_c, m_t, group, QH, o_k, K, NARROW, HAS_KEYS)
     if PER_CHANNEL:
-        b_ds *= load_decay(decay_ptr, chunk, head, HV, o_k, K)[:, None]
+        b_ds *= load_chunk_decay(decay_ptr, chunk, head, HV, o_k, K)[:, None]
         b_k = load_rows(k_in_ptr, first, o_c, m_t, group, QH, o_k, K, NARROW, HAS_KEYS)
     else:
         b_ds *= decay
