@@ -194,16 +194,18 @@ NUM_MATRICES = len(Matrices._fields)
 
 def chunk_terms(backend: Backend, static: DeltaRule, inputs: Inputs, matrices: Matrices | None = None) -> Terms:
     """Compute the terms of all chunks; ``matrices`` are those that forward has computed, None in forward."""
-    q, k, g = inputs.q, inputs.k, inputs.g
+    q = inputs.q
+    k = inputs.k
     sizes = inputs.sizes(static)
-    arrays = (q, k, g, inputs.chunks)
+    arrays = (q, k, inputs.g, inputs.chunks)
     if matrices is not None:
         q_in, k_in, k_out, *_ = backend(launch_configs.decayed, sizes, *arrays) if static.per_channel else (q, k, k)
         return Terms(q_in, k_in, k_out, matrices)
     if static.per_channel:
         q_in, k_in, k_out, decay, a_qk, a_kk = backend(launch_configs.terms_by_channel, sizes, *arrays)
     else:
-        q_in, k_in, k_out = q, k, k
+        q_in = q
+        k_in = k_out = k
         decay, a_qk, a_kk = backend(launch_configs.products_by_head, sizes, *arrays)
     inverse, steps = backend(launch_configs.solve, sizes, a_kk, inputs.beta, inputs.chunks)
     return Terms(q_in, k_in, k_out, Matrices(a_qk, a_kk, inverse, steps, decay))
