@@ -19,6 +19,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import Use, plan_offload
 from diptych.plans.recompute import NO_RECOMPUTE
 from diptych.plans.schedule.messages import dependencies
+from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.placement import SCHEDULES
 from diptych.plans.schedule.simulate import simulate
 from tests.planner.page_cases import FAST_LINK, REQUESTS, UNEVEN, actions_of, costs_of, described, drawn
@@ -268,8 +269,7 @@ def test_the_planners_own_times_are_used_with_the_rates_given():
 
 def test_times_are_those_of_the_planned_pipeline():
     entry, config, _ = drawn("pipeline")[0]
-    plan = plan_pipeline(config, 2, 6, costs_of(entry))
-    assert plan.simulation.makespan == entry["makespan"]
-    assert [*plan.simulation.peak_bytes] == [
+    assert simulate(schedule_for(config, 6), costs_of(entry)).makespan == entry["makespan"]
+    assert [*plan_pipeline(config, 2, 6).simulation.peak_bytes] == [
         rank["memory"]["activations"] + rank["memory"]["waiting"] for rank in entry["ranks"]
     ]
