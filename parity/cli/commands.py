@@ -5,6 +5,8 @@ import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -393,14 +395,17 @@ class Locate:
                 raise ValueError(f"torch_side, jax_side: expected FILE.py:FUNCTION, got {side!r}")
 
 
-Command = tyro.conf.OmitSubcommandPrefixes[
-    Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Sample, tyro.conf.subcommand("sample")]
-    | Annotated[Info, tyro.conf.subcommand("info")]
-    | Annotated[Import, tyro.conf.subcommand("import")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Curves, tyro.conf.subcommand("curves")]
-    | Annotated[Locate, tyro.conf.subcommand("locate")]
+COMMANDS: dict[str, type] = {
+    "compare": Compare,
+    "train": Train,
+    "plan": Plan,
+    "sample": Sample,
+    "info": Info,
+    "import": Import,
+    "export": Export,
+    "curves": Curves,
+    "locate": Locate,
+}
+Command: Any = tyro.conf.OmitSubcommandPrefixes[
+    reduce(or_, (Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items()))
 ]
