@@ -12,6 +12,7 @@ keep all values of the forward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -162,6 +163,7 @@ class _Residuals(NamedTuple):
     arrays: dict[int, Array]
 
 
+@dataclass(frozen=True, eq=False)
 class _Stack:
     """The rules of the custom_vjp.
 
@@ -172,37 +174,34 @@ class _Stack:
         context: the pass.
     """
 
-    def __init__(
-        self, run: Callable, config: TransformerConfig, blocks: Sequence[RecomputeBlock], context: Pass
-    ) -> None:
-        self._run = run
-        self._config = config
-        self._blocks = blocks
-        self._context = context
+    run: Callable
+    config: TransformerConfig
+    blocks: Sequence[RecomputeBlock]
+    context: Pass
 
     @cached_property
     def _rules(self) -> dict[int, LayerRule]:
         """Rules of all layers; layers with equal programs share the analysis of their program."""
         rules = {}
         analyses = {}
-        for block in self._blocks:
+        for block in self.blocks:
             for number in block.layers:
                 first = number == block.layers[0] or not replays_layers(block)
                 last = number == block.layers[-1] or not replays_layers(block)
-                known = analyses.setdefault((self._config.layer(number), block.kind, block.dropped, last), {})
-                dropped = dropped_values(self._config, block)
-                rules[number] = LayerRule(block, dropped, first, last, known, self._context.named)
+                known = analyses.setdefault((self.config.layer(number), block.kind, block.dropped, last), {})
+                dropped = dropped_values(self.config, block)
+                rules[number] = LayerRule(block, dropped, first, last, known, self.context.named)
         return rules
 
     def infer(self, host_layers: Layers, on_device: Layers, taps: _Taps, x: Array, arrays: dict[int, Array]) -> Array:
         """Run a forward without a backward."""
-        numbers = [number for block in self._blocks for number in block.layers]
-        device = Device(host_layers, {} if self._config.enable_tensor_offload else on_device, self._context.trace)
-        for step in _plan(self._config, pass_uses(numbers, False)):
+        numbers = [number for block in self.blocks for number in block.layers]
+        device = Device(host_layers, {} if self.config.enable_tensor_offload else on_device, self.context.trace)
+        for step in _plan(self.config, pass_uses(numbers, False)):
             number = step.use.layer
             x = device.begin(step, x)
             with jax.named_scope(str(step.use)):
-                x = self._run(number, arrays, device.on_device[number], x)
+                x = self.run(number, arrays, device.on_device[number], x)
             device.end(step)
         return x
 
@@ -210,25 +209,25 @@ class _Stack:
         self, host_layers: Layers, on_device: Layers, taps: _Taps, x: Array, arrays: dict[int, Array]
     ) -> tuple[Array, _Residuals]:
         """Run the forward and return its output and the residuals."""
-        device = Device(host_layers, on_device, self._context.trace)
+        device = Device(host_layers, on_device, self.context.trace)
         activations = self._activations({})
-        for step in self._context.forward:
+        for step in self.context.forward:
             x = device.begin(step, x)
             run, layer = self._bound(step.use.layer, arrays, device)
             with jax.named_scope(str(step.use)):
                 x, saved = self._rules[step.use.layer].forward(run, layer, x)
-            offloaded = self._config.layer(step.use.layer).offload
+            offloaded = self.config.layer(step.use.layer).offload
             activations.end(step.use, saved, self._rules[step.use.layer].names, offloaded)
             device.end(step)
         return x, _Residuals(host_layers, device.on_device, activations.saved, arrays)
 
     def backward(self, residuals: _Residuals, grad: Array) -> tuple[Layers | None, None, _Taps, Array, None]:
         """Return the gradients of parameters and input, and the layers that stay on the device."""
-        device = Device(residuals.host_layers, residuals.on_device, self._context.trace)
+        device = Device(residuals.host_layers, residuals.on_device, self.context.trace)
         gradients = {}
         activations = self._activations(residuals.saved)
         x = None
-        for step in self._context.backward:
+        for step in self.context.backward:
             number = step.use.layer
             rule = self._rules[number]
             grad = activations.begin(step.use, grad)
@@ -244,23 +243,23 @@ class _Stack:
                 else:
                     gradients[number], grad = rule.backward(run, layer, saved, grad)
             device.end(step)
-        if self._context.gradients is None:
+        if self.context.gradients is None:
             return jax.tree.map(_into_memory_of, residuals.host_layers, gradients), None, _Taps({}, {}), grad, None
-        if self._config.enable_tensor_offload:
-            assert device.on_device.keys() == self._context.resident.keys(), (
-                f"{[*device.on_device]} stay on the device, not {[*self._context.resident]}"
+        if self.config.enable_tensor_offload:
+            assert device.on_device.keys() == self.context.resident.keys(), (
+                f"{[*device.on_device]} stay on the device, not {[*self.context.resident]}"
             )
         return (
             None,
             None,
-            _Taps(gradients, {number: device.on_device[number] for number in self._context.resident}),
+            _Taps(gradients, {number: device.on_device[number] for number in self.context.resident}),
             grad,
             None,
         )
 
     def _activations(self, saved: Mapping[int, Saved]) -> Activations:
         """Return the saved values of the layers, with the plan of their moves."""
-        return Activations(saved, self._context, self._config.activation_offload_min_bytes)
+        return Activations(saved, self.context, self.config.activation_offload_min_bytes)
 
     def _bound(self, number: int, arrays: dict[int, Array], device: Device) -> tuple[Run, Layer]:
         """Return a layer on the device as a function of its differentiated arrays and its input, and these arrays.
@@ -269,15 +268,15 @@ class _Stack:
         function then reads the parameter itself, and the gradients of the tap are the operands of its gradient.
         """
         parameters = device.on_device[number]
-        requested = (self._context.gradients or {}).get(number, parameters)
+        requested = (self.context.gradients or {}).get(number, parameters)
         tapped = {str(index): parameters[index] for index, item in enumerate(requested) if isinstance(item, LinearTap)}
         if not tapped:
-            return partial(self._run, number, arrays), parameters
+            return partial(self.run, number, arrays), parameters
 
         def run(layer: Layer, x: Array) -> Array:
             input_leaves = [tapped.get(str(index), item) for index, item in enumerate(layer)]
             with LinearTaps(tapped, {index: layer[int(index)] for index in tapped}):
-                return self._run(number, arrays, input_leaves, x)
+                return self.run(number, arrays, input_leaves, x)
 
         def tap(like: Array, weight: Array) -> Array:
             return jnp.zeros_like(weight, shape=like.shape, dtype=like.dtype)

@@ -113,7 +113,7 @@ class OffloadedPipeline:
 
 
 def slots_of(staged: StagedParameters) -> list[tuple[int, int, int] | None]:
-    """Return kind, virtual stage and position of the layers behind every leaf, or None for leaves of the ends."""
+    """Return kind, virtual stage and position of the layers behind every leaf, or None for replicated leaves."""
     paths: list[Any] = [path for path, _ in jax.tree_util.tree_flatten_with_path(staged)[0]]
     return [(path[1].idx, path[3].idx, path[4].idx) if path[0].name == "layers" else None for path in paths]
 
@@ -124,6 +124,6 @@ def _is_staged(item: Any) -> bool:
 
 
 def _staged_part(leaves: list[Any], is_layer: bool) -> StagedParameters:
-    """Return some leaves as StagedParameters, which separate leaves stacked by rank from the ends."""
+    """Return some leaves as StagedParameters, which separate leaves stacked by rank from replicated ones."""
     staged_class: Any = StagedParameters  # here with lists instead of dictionaries
     return staged_class(leaves, []) if is_layer else staged_class([], leaves)

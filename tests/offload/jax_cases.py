@@ -336,12 +336,12 @@ def test_statistics_are_what_the_plans_say_times_the_steps():
 
 def kinds(trainer: Trainer) -> dict[bool, set[str]]:
     """Memory kinds of parameters, by whether they are a layer's; moments and everything else is on the device."""
-    layers, ends = trainer._params
+    layers, replicated = trainer._params
     for leaf in jax.tree.leaves(trainer._optimizer_state):
         assert leaf.sharding.memory_kind == "device"
     return {
         is_layer: {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
-        for is_layer, tree in ((True, layers), (False, ends))
+        for is_layer, tree in ((True, layers), (False, replicated))
     }
 
 
