@@ -264,14 +264,14 @@ def _forward(backend: Backend, static: DeltaRule, *arrays: Array):
     """
     inputs = Inputs(*arrays[:NUM_INPUTS])
     ranks = static.ranks
-    boundary = arrays[NUM_INPUTS:]
+    boundary: Any = () if ranks is None else BoundarySequences(*arrays[NUM_INPUTS:])
     maps = ()
     terms = chunk_terms(backend, static, inputs)
     if ranks is not None:
-        boundary = BoundarySequences(*boundary)
         last = inputs._replace(initial=boundary.initial, sequences=boundary.sequences[1:])
-        maps = _scan_forward(backend, static, last, terms, maps=True)[3:]
-        received = ranks.exchange_forward(*maps, boundary.roles)
+        *_, last_map = _scan_forward(backend, static, last, terms, maps=True)
+        maps = (last_map,)
+        received = ranks.exchange_forward(last_map, boundary.roles)
         inputs = inputs._replace(initial=ranks.with_first(inputs.initial, received, boundary.roles))
     scanned = inputs
     if static.parts > 1:
@@ -279,7 +279,7 @@ def _forward(backend: Backend, static: DeltaRule, *arrays: Array):
     o, starts, errors, final = _scan_forward(backend, static, scanned, terms, output=True, save=not static.recompute)
     final = final[static.parts - 1 :: static.parts]
     if ranks is not None:
-        final = ranks.with_last(final, None, BoundarySequences(*boundary).roles)
+        final = ranks.with_last(final, None, boundary.roles)
     *decayed, matrices = terms
     more = () if static.recompute else (*decayed, starts, errors)
     return (o, final), (*inputs, *boundary, *maps, *matrices, *more)
@@ -293,7 +293,7 @@ def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfin
     """
     inputs = Inputs(*saved[:NUM_INPUTS])
     ranks = static.ranks
-    boundary = None
+    boundary: Any = None
     last_map = None
     of_chunks = saved[NUM_INPUTS:]
     if ranks is not None:
@@ -308,7 +308,7 @@ def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfin
     else:
         q_in, k_in, k_out, starts, errors = of_chunks[NUM_MATRICES:]
         terms = Terms(q_in, k_in, k_out, matrices)
-    if ranks is not None and boundary is not None:
+    if ranks is not None:
         dfinal = ranks.with_last(dfinal, None, boundary.roles)
         first = inputs._replace(sequences=boundary.sequences[:1])
         *_, d_received = _scan_backward(backend, static, first, terms, do, dfinal[:1])
@@ -324,7 +324,7 @@ def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfin
         _, starts, errors, _ = _scan_forward(backend, static, scanned, terms, save=True)
     dx, dends, dinitial = _scan_backward(backend, static, scanned, terms, do, dfinal, save=True)
     dinitial = dinitial[:: static.parts]
-    if ranks is not None and boundary is not None:
+    if ranks is not None:
         dinitial = ranks.with_first(dinitial, None, boundary.roles)
     gradients = _token_gradients(backend, static, inputs, terms, do, dx, starts, errors, dends)
     return *gradients, dinitial, *([None] * (3 if ranks is None else 6))
