@@ -8,9 +8,9 @@ program.
 from reference_torch.offload.default_manager import get_offload_manager, initialize_offload_manager
 from reference_torch.offload.link import OffloadError
 from reference_torch.offload.manager import TensorOffloadManager
-from reference_torch.offload.memory import host_value
 from reference_torch.offload.modules import offload_modules
 from reference_torch.offload.statistics import OffloadStatistics
+from reference_torch.offload.storage import host_value
 
 __all__ = [
     "OffloadError",

@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import Link, OffloadError
-from reference_torch.offload.memory import OffloadedMemory, memory_of
 from reference_torch.offload.statistics import OffloadStatistics
+from reference_torch.offload.storage import OffloadedStorage, storage_of
 from reference_torch.offload.writes import OwnHook
 
 
@@ -31,15 +31,15 @@ class OffloadedGradients:
         self._link = link
         self._statistics = statistics
         self._layers: dict[int, list[nn.Parameter]] = {}
-        self._memories: dict[int, OffloadedMemory] = {}
+        self._memories: dict[int, OffloadedStorage] = {}
         """Memory of the gradient of a parameter, by the id of the parameter."""
         self._host: dict[int, UntypedStorage] = {}
         """Host memory for the next gradient of a parameter, by the id of the parameter."""
-        self._kept: weakref.WeakSet[OffloadedMemory] = weakref.WeakSet()
+        self._kept: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
         """Memories of former gradients that other code holds."""
         self._arrived: dict[int, nn.Parameter] = {}
         """Parameters to whose gradients the running backward adds, by id."""
-        self._outgoing: list[OffloadedMemory] = []
+        self._outgoing: list[OffloadedStorage] = []
         """Memories whose copies to the host the running backward has begun."""
         self._handles: dict[int, RemovableHandle] = {}
         self._lock = threading.RLock()  # PyTorch runs backwards of a GPU in threads of its own
@@ -119,16 +119,16 @@ class OffloadedGradients:
                 memory.wait_for_fetch()
                 memory.unguard()
 
-    def _evict(self, memories: Sequence[OffloadedMemory]) -> None:
+    def _evict(self, memories: Sequence[OffloadedStorage]) -> None:
         """Start to copy gradients to the host; what other code holds stays on the device."""
         self._statistics.note_copies("out", [memory.evict() for memory in memories])
 
-    def _memories_of(self, layer: int | None) -> list[OffloadedMemory]:
+    def _memories_of(self, layer: int | None) -> list[OffloadedStorage]:
         """Return the memories of a layer's present gradients; None: no layer."""
         parameters = self._layers.get(layer, []) if layer is not None else []
         return [memory for memory in map(self._known, parameters) if memory is not None]
 
-    def _known(self, parameter: nn.Parameter) -> OffloadedMemory | None:
+    def _known(self, parameter: nn.Parameter) -> OffloadedStorage | None:
         """Return the memory of a parameter's present gradient, or None if that gradient never moved."""
         gradient = parameter.grad
         memory = self._memories.get(id(parameter))
@@ -146,12 +146,12 @@ class OffloadedGradients:
                 self._kept.add(memory)
             memory = None
         if memory is None and gradient is not None:
-            former = memory_of(gradient)  # if other code kept the gradient, or took it from another parameter
+            former = storage_of(gradient)  # if other code kept the gradient, or took it from another parameter
             if former is not None and (former in self._kept or any(former is m for m in self._memories.values())):
                 memory = self._memories[id(parameter)] = former
         return memory
 
-    def _memory_for(self, parameter: nn.Parameter) -> OffloadedMemory | None:
+    def _memory_for(self, parameter: nn.Parameter) -> OffloadedStorage | None:
         """Return the memory of a parameter's gradient, a new one for a new gradient; None: the gradient stays."""
         memory = self._known(parameter)
         gradient = parameter.grad
@@ -160,7 +160,7 @@ class OffloadedGradients:
             if host is None or host.nbytes() != gradient.nbytes:
                 host = self._link.host_memory(gradient.nbytes)
             name = f"gradient of shape {tuple(gradient.shape)}"
-            memory = OffloadedMemory(name, [gradient], self._link, host=host, holders=2)  # held by .grad too
+            memory = OffloadedStorage(name, [gradient], self._link, host=host, holders=2)  # held by .grad too
             self._memories[id(parameter)] = memory
         return memory
 

@@ -9,9 +9,9 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.hooks import RemovableHandle
 
 from reference_torch.offload.link import Link, OffloadError
-from reference_torch.offload.memory import OffloadedMemory, OffloadedParameter, OffloadedTensor
 from reference_torch.offload.observe import LayerObserver
 from reference_torch.offload.registry import forget, register
+from reference_torch.offload.storage import OffloadedParameter, OffloadedStorage, OffloadedTensor
 from reference_torch.offload.writes import (
     has_backward_hooks,
     has_forward_hooks,
@@ -43,7 +43,7 @@ class OffloadedLayer:
         self,
         layer_id: int,
         module: nn.Module,
-        known: Mapping[int, OffloadedMemory],
+        known: Mapping[int, OffloadedStorage],
         link: Link,
         fetch_for_access: Callable[[int], None],
         moves: bool = True,
@@ -57,10 +57,10 @@ class OffloadedLayer:
         self.parameters = list(module.parameters())
         self.retained: list[str] = []
         """Names of the tensors that stay on the device, with the reason."""
-        self.memories: list[OffloadedMemory] = []
+        self.memories: list[OffloadedStorage] = []
         self._handles: list[RemovableHandle] = []
         self._ids = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
-        self._memory_of: dict[int, OffloadedMemory] = {}
+        self._memory_of: dict[int, OffloadedStorage] = {}
         for address, (storage, tensors) in self._by_storage().items() if moves else ():
             memory = known.get(address)
             reason = _reason_to_retain(storage, list(tensors.values())) if memory is None else None
@@ -69,7 +69,7 @@ class OffloadedLayer:
                 continue
             if memory is None:
                 name = f"{next(iter(tensors))} of layer {layer_id}"
-                memory = OffloadedMemory(name, tensors.values(), link, lambda: fetch_for_access(layer_id))
+                memory = OffloadedStorage(name, tensors.values(), link, lambda: fetch_for_access(layer_id))
             else:
                 memory.add(tensors.values())
             self.memories.append(memory)
@@ -99,7 +99,7 @@ class OffloadedLayer:
         Raises:
             OffloadError: a copy failed; it is repeated at the next fetch.
         """
-        _for_each(self.memories, OffloadedMemory.wait_for_fetch)
+        _for_each(self.memories, OffloadedStorage.wait_for_fetch)
 
     def finish_eviction(self) -> None:
         """Wait for the copies to the host and release the device memory.
@@ -108,7 +108,7 @@ class OffloadedLayer:
             OffloadError: a copy failed; the layer stays on the device until its next eviction.
         """
         try:
-            _for_each(self.memories, OffloadedMemory.finish_eviction)
+            _for_each(self.memories, OffloadedStorage.finish_eviction)
         except OffloadError:
             self.is_resident = True
             raise
@@ -201,7 +201,7 @@ class OffloadedLayer:
             self.observer.close()
         for handle in self._handles:
             handle.remove()
-        _for_each(self.memories, OffloadedMemory.release)
+        _for_each(self.memories, OffloadedStorage.release)
         forget(self.module)
         self.is_resident = True
 
@@ -251,7 +251,7 @@ class OffloadedLayer:
         return by_address
 
 
-def _for_each(memories: Iterable[OffloadedMemory], function: Callable[[OffloadedMemory], object]) -> None:
+def _for_each(memories: Iterable[OffloadedStorage], function: Callable[[OffloadedStorage], object]) -> None:
     """Call a function on every memory, even after an error, then raise the first error."""
     errors = []
     for memory in memories:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from reference_torch.offload.gradients import OffloadedGradients
 from reference_torch.offload.link import Link
-from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.statistics import OffloadStatistics
+from reference_torch.offload.storage import OffloadedStorage
 
 
 class OffloadedMoments:
@@ -24,7 +24,7 @@ class OffloadedMoments:
     def __init__(self, link: Link, statistics: OffloadStatistics) -> None:
         self._link = link
         self._statistics = statistics
-        self._layers: dict[int, list[OffloadedMemory]] = {}
+        self._layers: dict[int, list[OffloadedStorage]] = {}
 
     def fetch(self, layer: int | None) -> None:
         """Start to copy the state of a layer to the device; None: no layer."""
@@ -48,7 +48,7 @@ class OffloadedMoments:
                     memories.append(known[id(tensor)])
                 elif self._may_move(tensor):
                     name = f"{name} of parameter {number} of layer {layer}"
-                    memories.append(OffloadedMemory(name, [tensor], self._link))
+                    memories.append(OffloadedStorage(name, [tensor], self._link))
         self._layers[layer] = memories
         for memory in memories:
             memory.note_change()

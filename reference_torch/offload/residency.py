@@ -11,10 +11,10 @@ from reference_torch.offload.gradients import OffloadedGradients
 from reference_torch.offload.layer import IN_USE, OffloadedLayer
 from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import Link, OffloadError
-from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.moments import OffloadedMoments
 from reference_torch.offload.registry import registered_number
 from reference_torch.offload.statistics import OffloadStatistics
+from reference_torch.offload.storage import OffloadedStorage
 
 
 class Residency:
@@ -41,7 +41,7 @@ class Residency:
         self.statistics = OffloadStatistics()
         self.trace: list[str] | None = None
         self.layers: dict[int, OffloadedLayer] = {}
-        self.memories: dict[int, OffloadedMemory] = {}
+        self.memories: dict[int, OffloadedStorage] = {}
         """Memories by the address of their storage."""
         self.link: Link | None = None
         self.activations: ActivationOffload | None = None
@@ -56,7 +56,7 @@ class Residency:
         self._activation_min_bytes = activation_min_bytes
         self._outgoing: list[int] = []
         """Layers whose copies to the host have started and whose device memory is not released."""
-        self._retained: dict[int, OffloadedMemory] = {}
+        self._retained: dict[int, OffloadedStorage] = {}
         """Memories that stayed on the device at the last eviction of their layer, because of other holders."""
         self._unguarded: set[int] = set()
         """Layers whose tensors are ordinary tensors: those in use, and those that other code has read or written."""
@@ -131,7 +131,7 @@ class Residency:
         memories = self._retained | {id(memory): memory for layer in layers for memory in layer.memories}
         return sum(memory.device_bytes for memory in memories.values())
 
-    def owners(self, memory: OffloadedMemory) -> list[int]:
+    def owners(self, memory: OffloadedStorage) -> list[int]:
         """Return the layers that have a memory."""
         return [number for number, layer in self.layers.items() if memory in layer.memories]
 
@@ -218,7 +218,7 @@ class Residency:
         if self.activations is not None:
             self.activations.pool.clear()
 
-    def _evict_memory(self, memory: OffloadedMemory) -> int:
+    def _evict_memory(self, memory: OffloadedStorage) -> int:
         """Evict a memory, unless it has other holders, and return the number of bytes copied."""
         moved = memory.evict()
         if memory.is_on_device:

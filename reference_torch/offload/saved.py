@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from reference_torch.offload.activations import ActivationGroup, ActivationOffload, SavedActivation
 from reference_torch.offload.link import OffloadError
-from reference_torch.offload.memory import OffloadedMemory, fetch_now
+from reference_torch.offload.storage import OffloadedStorage, fetch_now
 from reference_torch.recompute import internals, lazy_restore
 
 
@@ -17,7 +17,7 @@ class SavedParameter:
 
     __slots__ = ("memory", "tensor", "unpack", "version")
 
-    def __init__(self, tensor: Any, memory: OffloadedMemory | None, unpack: Callable[[Any], Tensor] | None) -> None:
+    def __init__(self, tensor: Any, memory: OffloadedStorage | None, unpack: Callable[[Any], Tensor] | None) -> None:
         self.tensor = tensor
         self.memory = memory
         self.unpack = unpack
@@ -25,8 +25,8 @@ class SavedParameter:
 
 
 def guard_saved(
-    memories: Mapping[int, OffloadedMemory],
-    require: Callable[[OffloadedMemory], None],
+    memories: Mapping[int, OffloadedStorage],
+    require: Callable[[OffloadedStorage], None],
     activations: ActivationOffload | None,
     group: ActivationGroup | None,
 ) -> saved_tensors_hooks:

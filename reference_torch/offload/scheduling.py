@@ -15,8 +15,8 @@ from torch import Tensor
 
 from diptych.plans.offload import Use, expected_uses, forwards_needed_next, next_layers
 from reference_torch.offload.link import OffloadError
-from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.residency import Residency
+from reference_torch.offload.storage import OffloadedStorage
 from reference_torch.recompute import internals
 
 LOOK_AHEAD = 4096
@@ -295,7 +295,7 @@ class UseScheduler:
         self._residency.wait_for_fetch(layer_id)
 
     @_one_at_a_time
-    def require_memory(self, memory: OffloadedMemory) -> None:
+    def require_memory(self, memory: OffloadedStorage) -> None:
         """Fetch the layer that owns a memory and wait for it.
 
         If several layers share the memory, the layer whose backward is pending is fetched.

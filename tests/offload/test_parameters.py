@@ -8,7 +8,7 @@ from torch import nn
 from diptych.plans.offload import Use, plan_offload, step_uses
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.offload.link import Link
-from reference_torch.offload.memory import OffloadedParameter
+from reference_torch.offload.storage import OffloadedParameter
 from reference_torch.rank_pool import RankPool
 from tests.offload.jobs import events
 from tests.offload.support import LAYERS, WIDTH, Layer, Net, assert_as_planned, assert_equal_state, batch, build, train

@@ -20,7 +20,7 @@ from reference_torch.offload import (
     initialize_offload_manager,
 )
 from reference_torch.offload.link import Link
-from reference_torch.offload.memory import OffloadedParameter
+from reference_torch.offload.storage import OffloadedParameter
 from reference_torch.train import Trainer
 from tests.backends import tiny_corpus
 from tests.offload.support import (

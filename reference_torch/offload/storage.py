@@ -1,4 +1,4 @@
-"""A memory that moves between host and device, used by one or several parameters and buffers.
+"""A storage that moves between host and device, used by one or several parameters and buffers.
 
 The Parameter stays the same object with the same storage. While it is on the host, the storage is empty and the bytes
 are in a host copy, which is allocated once. While its layer is not in use, the class of the tensor is replaced: a read
@@ -47,7 +47,7 @@ def _is_saved_elsewhere(tensor: Tensor, saved: Iterable[Tensor], holders: int) -
     Args:
         tensor: the tensor.
         saved: tensors in the same memory that were saved under offload's hooks.
-        holders: see OffloadedMemory.
+        holders: see OffloadedStorage.
     """
     views = sum(view._base is tensor for view in saved)
     if internals.tensor_holders(tensor) <= holders + views:
@@ -65,7 +65,7 @@ class _Offloaded:
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in tree_leaves((args, kwargs)) if name not in _READS_NOTHING else ():
                 if isinstance(leaf, _Offloaded):
-                    memory: OffloadedMemory = vars(leaf)["_memory"]
+                    memory: OffloadedStorage = vars(leaf)["_memory"]
                     if name != "detach" or not memory.may_be_detached:
                         memory.fetch_now()
             return func(*args, **(kwargs or {}))
@@ -93,7 +93,7 @@ class OffloadedTensor(_Offloaded, Tensor):
         return f"OffloadedTensor(shape={tuple(self.shape)})"
 
 
-def memory_of(tensor: Tensor) -> "OffloadedMemory | None":
+def storage_of(tensor: Tensor) -> "OffloadedStorage | None":
     """Return the memory of a tensor whose layer is not in use, or None for an ordinary tensor."""
     return vars(tensor)["_memory"] if isinstance(tensor, _Offloaded) else None
 
@@ -104,7 +104,7 @@ def host_value(tensor: Tensor) -> Tensor:
     It is the host copy if the memory is on the host, else the tensor itself. A copy that is on its way ends first; it
     would otherwise bring the bytes from before a write.
     """
-    memory = memory_of(tensor)
+    memory = storage_of(tensor)
     if memory is None:
         return tensor
     memory.wait_for_copies()
@@ -116,12 +116,12 @@ def host_value(tensor: Tensor) -> Tensor:
 
 def fetch_now(tensor: Tensor) -> None:
     """Fetch the memory of a tensor if it is on the host."""
-    memory = memory_of(tensor)
+    memory = storage_of(tensor)
     if memory is not None and not memory.is_on_device:
         memory.fetch_now()
 
 
-class OffloadedMemory:
+class OffloadedStorage:
     """A storage with a copy on the host.
 
     Args:
