@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from diptych.planner.memory.stages import predict_stage_memory
@@ -19,7 +18,7 @@ from diptych.planner.reports.schedule import (
     shortened,
     warmup,
 )
-from diptych.planner.timeline import COLORS, IDLE, Bar, Timeline, draw_timeline, draw_timelines, shade, timeline_of
+from diptych.planner.timeline import COLORS, IDLE, Bar, Timeline, draw_timelines, shade, timeline_of
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.csv import schedule_rows
@@ -67,8 +66,7 @@ def drawn_cells(axes) -> dict[tuple[str, int], set[tuple[float, float, int]]]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_cells_are_the_simulations_actions(name):
     schedule = build_schedule(*SCHEDULES[name])
-    axes = Figure().subplots()
-    draw_timeline(schedule, COSTS, axes)
+    axes = draw_timelines([timeline_of(schedule, COSTS)]).axes[0]
     expected: dict[tuple[str, int], set[tuple[float, float, int]]] = {}
     for action, start in simulate(schedule, COSTS).starts.items():
         duration = {"F": 1.0, "B": 2.0, "I": 1.5, "W": 0.5}[action.kind]
@@ -146,14 +144,14 @@ def test_files_are_equal_to_the_byte(tmp_path, suffix):
     schedule = build_schedule(*SCHEDULES["interleaved"])
     paths = [tmp_path / f"{name}.{suffix}" for name in ("one", "two")]
     for path in paths:
-        draw_timeline(schedule, COSTS, path)
+        draw_timelines([timeline_of(schedule, COSTS)], path)
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert b"date" not in paths[0].read_bytes().lower()
 
 
 def test_what_cannot_be_drawn(tmp_path):
     with pytest.raises(ValueError, match=r"path: expected a name that ends in \.png or \.svg, got '.*a\.gif'"):
-        draw_timeline(build_schedule("none", 1, 1), None, tmp_path / "a.gif")
+        draw_timelines([timeline_of(build_schedule("none", 1, 1))], tmp_path / "a.gif")
     with pytest.raises(ValueError, match="timelines: expected at least one, got none"):
         draw_timelines([])
 
