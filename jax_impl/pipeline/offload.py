@@ -1,9 +1,9 @@
 """Offload in a pipeline: each action fetches the layers of its stage and evicts them at its end.
 
 An action is a branch of the program, and a copy that starts in a branch also ends in it. A window therefore ends with
-the action (``diptych.plans.offload.plan_actions``): its first layer is fetched late, the others ahead of their use.
-Values saved for backward are stored in slots. With activation offload the slots are in host memory; they are written
-at the end of a forward and read at the start of its backward.
+the action (``diptych.plans.offload.plan_actions``): its first layer is a miss, the others are fetched ahead of their
+use. Values saved for backward are stored in the entries of a buffer. With activation offload the entries are in host
+memory; they are written at the end of a forward and read at the start of its backward.
 
 The optimizer updates slot by slot. A slot is one layer of every rank, or padding on ranks with fewer layers.
 """
@@ -62,7 +62,7 @@ class OffloadedPipeline:
         self._evaluations = [
             plan_actions(config, num_microbatches, rank, forward_only=True) for rank in range(len(layers))
         ]
-        self._update = self._plan_update(range(len(self._slots))).steps
+        self._update = self._plan_update(range(len(self._slots))).moves
 
     @property
     def stats(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_a_dropped_manager_closes(more):
     manager = offloaded(model, **more)
     train(model, 2, manager)
     train(plain, 2)
-    memories = [weakref.ref(memory) for memory in manager._residency.memories.values()]
+    storages = [weakref.ref(storage) for storage in manager._residency.storages.values()]
     seen = weakref.ref(manager)
     gc.disable()
     try:
@@ -63,7 +63,7 @@ def test_a_dropped_manager_closes(more):
     assert hooks_of(model) == hooks
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
     assert_equal_state(model, plain)
-    assert not any(memory() for memory in memories)
+    assert not any(storage() for storage in storages)
     for a, b in zip(train(model, 2), train(plain, 2), strict=True):
         assert torch.equal(a, b)
 

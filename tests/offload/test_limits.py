@@ -150,7 +150,7 @@ def test_another_memory_is_never_saved_silently(managers):
     managers(model, 0)
     weight = model.layers[1].wide.weight
     weight.data = torch.full_like(weight, 5.0)
-    with pytest.raises(OffloadError, match=r"wide.weight of layer 1: expected to stay in its memory, got another"):
+    with pytest.raises(OffloadError, match=r"wide.weight of layer 1: expected to stay in its storage, got another"):
         model.state_dict()
 
 

@@ -151,7 +151,7 @@ def test_copies_come_one_after_the_other_when_they_are_asked_for():
     storages = {layer: {f"{layer}.weight": 10} for layer in range(3)}
     spans = [Span(float(place), place + 1.0) for place in range(len(uses))]
     plan = plan_offload(uses, storages, 1)
-    assert " ".join(map(str, plan.steps)) == "+0 +1 F0 -0 +2 F1 F2 B2 -2 +0 B1 B0 S0 -0 +2 S1 -1 +0 S2 -2"
+    assert " ".join(map(str, plan.moves)) == "+0 +1 F0 -0 +2 F1 F2 B2 -2 +0 B1 B0 S0 -0 +2 S1 -1 +0 S2 -2"
     cases = {
         10.0: [
             (0, 0, 1),

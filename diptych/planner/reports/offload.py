@@ -31,7 +31,7 @@ def print_offload(console: Console, command: PlanRequest) -> None:
     updates = [Use("S", layer) for layer in layers]
     uses = rank_uses(config, count, rank) + updates
     in_pipeline = config.pipeline_model_parallel_size > 1
-    headings = ("prefetched", "on device, MiB", "to device, MiB", "to host, MiB", "late uses", "step, s", "over")
+    headings = ("prefetched", "on device, MiB", "to device, MiB", "to host, MiB", "misses", "step, s", "over")
     table = new_table(
         f"offloaded parameters of {len(layers)} layers, a step of {count} x {tokens:,} tokens on rank {rank}; "
         f"{command.link_bandwidth:g} GB/s, {command.compute_rate:g} TFLOP/s",
@@ -49,7 +49,7 @@ def print_offload(console: Console, command: PlanRequest) -> None:
         table.add_row(
             f"{ahead}{' *' if ahead == asked else ''}",
             *(f"{size / MIB:,.1f}" for size in (plan.peak_bytes, plan.bytes_in, plan.bytes_out)),
-            f"{len(plan.late)} of {len(uses)}",
+            f"{len(plan.misses)} of {len(uses)}",
             f"{times.makespan:.3g}",
             f"{times.makespan / max(times.compute, times.transfer):.2f}x",
             *in_jax,
