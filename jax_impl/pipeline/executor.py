@@ -45,11 +45,11 @@ from jax_impl.pipeline.saved import MOVING, StageAutodiff, differentiable
 class _State(NamedTuple):
     """The carry of the loop over slots.
 
-    Every buffer has one more slot than the table uses, into which actions that do not run write.
+    Every buffer has one more entry than the table uses, into which actions that do not run write.
     """
 
     inputs: Any
-    """Buffers of received inputs of stages, with leaves [slots + 1, ...]; [slots + 1, b, T, S*D] in our model."""
+    """Buffers of received inputs of stages, with leaves [entries + 1, ...]; [entries + 1, b, T, S*D] in our model."""
     gradients: Any
     """Buffers of received gradients of the outputs of stages; None for arrays without gradient."""
     residuals: Any
@@ -189,7 +189,7 @@ class _Execution:
             inputs=buffer(sizes.inputs + 1, self._message),
             gradients=buffer(sizes.gradients + 1, self._gradient),
             residuals=buffer(sizes.residuals + 1, self._autodiff.residual_shapes),
-            weight_operands=buffer(sizes.weights + 1, self._autodiff.weight_operand_shapes),
+            weight_operands=buffer(sizes.weight_operands + 1, self._autodiff.weight_operand_shapes),
             received_inputs=(self._message,) * shifts,
             received_gradients=(self._gradient,) * shifts,
             sums=nothing if self._forward_only else jax.tree.map(self._sum, self.params),
@@ -221,7 +221,7 @@ class _Execution:
         result = _SlotResult(state.collected, state.sums, state.stage_state)
         state, result = (self._two_actions if self.table.fused else self._one_action)(state, row, result)
         state = state._replace(
-            weight_operands=_store(state.weight_operands, row.backward_weights, result.weight_operands),
+            weight_operands=_store(state.weight_operands, row.backward_weight_operands, result.weight_operands),
             collected=result.collected,
             sums=result.sums,
             stage_state=result.stage_state,
@@ -246,7 +246,7 @@ class _Execution:
             )
 
         def weights(result: _SlotResult) -> _SlotResult:
-            return self._weight_gradients(row, _slot(state.weight_operands, row.weights_operands), result)
+            return self._weight_gradients(row, _read_entry(state.weight_operands, row.weights_operands), result)
 
         branches: list[Callable[[_SlotResult], _SlotResult]] = [_no_action, partial(self._forward, state, row)]
         if not self._forward_only:
@@ -267,7 +267,7 @@ class _Execution:
 
     def _forward(self, state: _State, row: Any, result: _SlotResult) -> _SlotResult:
         """Run F of the row, and return the results with its output or loss and its residuals."""
-        x = _slot(state.inputs, row.forward_input)
+        x = _read_entry(state.inputs, row.forward_input)
 
         def run(program: StageProgram, result: _SlotResult) -> _SlotResult:
             if program.last and not self._forward_only and self._autodiff.skips_last_forward:
@@ -284,14 +284,14 @@ class _Execution:
     def _backward(self, state: _State, row: Any, result: _SlotResult) -> _SlotResult:
         """Run B or I of the row, and return the results with its gradients."""
         task = self._task(row.backward_stage, row.backward_microbatch, result.stage_state)
-        x = _slot(state.inputs, row.backward_input)
-        gradient = _slot(state.gradients, row.backward_gradient)
-        scale = self.stages.loss_scale
+        x = _read_entry(state.inputs, row.backward_input)
+        gradient = _read_entry(state.gradients, row.backward_gradient)
+        scale = self.stages.loss_weight
         scale = 1 / self.table.schedule.num_microbatches if scale is None else scale
         loss_gradient = vary(jnp.full_like(self.stages.collected(self.batch), scale), self.axes)
 
         def run(program: StageProgram, result: _SlotResult) -> _SlotResult:
-            residuals = jax.tree.map(_on_device, _slot(state.residuals, row.backward_residuals))
+            residuals = jax.tree.map(_on_device, _read_entry(state.residuals, row.backward_residuals))
             output_gradient = loss_gradient if program.last else gradient
             backward = self._autodiff.backward(program, task, x, residuals, output_gradient)
             collected = result.collected
@@ -318,24 +318,24 @@ class _Execution:
         return self._run_program_of(row.weights_stage, run, result)
 
     def _place_buffer(self, name: str, buffer: Array) -> Array:
-        """Move a buffer to the host if its values are to be offloaded and its slots are large enough, and return it."""
-        slot_bytes = buffer[0].size * buffer.dtype.itemsize
-        if not name.startswith(MOVING) or slot_bytes < self.stages.min_offload_bytes:
+        """Return a buffer, on the host if its values are to be offloaded and its entries are large enough."""
+        entry_bytes = buffer[0].size * buffer.dtype.itemsize
+        if not name.startswith(MOVING) or entry_bytes < self.stages.min_offload_bytes:
             return buffer
-        self.moved.note(slot_bytes)
+        self.moved.note(entry_bytes)
         return jax.device_put(buffer, jax.memory.Space.Host)
 
-    def _store_residuals(self, buffers: dict[str, Array], slot: Array, values: dict[str, Array]) -> dict[str, Array]:
+    def _store_residuals(self, buffers: dict[str, Array], entry: Array, values: dict[str, Array]) -> dict[str, Array]:
         """Store the saved values of a forward and return the buffers; slots without a forward move nothing."""
         if not any(map(is_on_host, buffers.values())):
-            return _store(buffers, slot, values)
+            return _store(buffers, entry, values)
 
         def store() -> dict[str, Array]:
             host = jax.memory.Space.Host
             moved = {name: jax.device_put(x, host) if is_on_host(buffers[name]) else x for name, x in values.items()}
-            return _store(buffers, slot, moved)
+            return _store(buffers, entry, moved)
 
-        return lax.cond(slot < self.table.buffer_sizes.residuals, store, lambda: buffers)
+        return lax.cond(entry < self.table.buffer_sizes.residuals, store, lambda: buffers)
 
     def _task(self, stage: Array, microbatch: Array, stage_state: Any) -> Task:
         """Return the arguments of a stage for a microbatch."""
@@ -395,14 +395,14 @@ def _zeros(likes: Any) -> Any:
     return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), likes)
 
 
-def _slot(buffers: Any, slot: Array) -> Any:
-    """Return the values in a slot of the buffers."""
-    return jax.tree.map(lambda buffer: buffer[slot], buffers)
+def _read_entry(buffers: Any, entry: Array) -> Any:
+    """Return the values in an entry of the buffers."""
+    return jax.tree.map(lambda buffer: buffer[entry], buffers)
 
 
-def _store(buffers: Any, slot: Array, values: Any) -> Any:
-    """Return the buffers with values stored in a slot."""
-    return jax.tree.map(lambda buffer, value: buffer.at[slot].set(value), buffers, values)
+def _store(buffers: Any, entry: Array, values: Any) -> Any:
+    """Return the buffers with values stored in an entry."""
+    return jax.tree.map(lambda buffer, value: buffer.at[entry].set(value), buffers, values)
 
 
 def _collect(collected: Any, microbatch: Array, values: Any) -> Any:

@@ -115,7 +115,7 @@ class PipelineExecutor:
         self._fused = slots == "fused"
         self._transform = transform
         self._loss_fn = loss_fn
-        self._loss_scale = None if loss_reduction == "mean" else 1.0
+        self._loss_weight = None if loss_reduction == "mean" else 1.0
         shared = _found_shared(self._users) if shared_parameters is None else shared_parameters
         self._shared = _shared_indices(self._users, shared)
         shared_by: list[dict[int, int]] = [{} for _ in stages]
@@ -356,7 +356,7 @@ class PipelineExecutor:
         packed, state = params.layers
         schedule = self.schedule if kind == "step" else forwards_of(self.schedule)
         stages = ModuleStages(
-            self._users, self._layouts, batch, self._loss_fn, self._loss_scale, collects_losses=kind != "forward"
+            self._users, self._layouts, batch, self._loss_fn, self._loss_weight, collects_losses=kind != "forward"
         )
         if kind == "step" and stages.changed_state:
             self._check_state(stages.changed_state, has_state)

@@ -307,7 +307,7 @@ class ModuleStages:
         layouts: places of their parameters and state.
         data: microbatches, of the shape that a rank has.
         loss_fn: the loss; None: the output of the last stage is the loss.
-        loss_scale: factor of each loss in the gradients; None: 1 / m.
+        loss_weight: factor of each loss in the gradients; None: 1 / m.
         collects_losses: if False, the outputs of the last stage are collected.
 
     Raises:
@@ -322,11 +322,11 @@ class ModuleStages:
         layouts: StageLayouts,
         data: Microbatches,
         loss_fn: LossFunction | None,
-        loss_scale: float | None,
+        loss_weight: float | None,
         collects_losses: bool,
     ) -> None:
         self.layouts = layouts
-        self.loss_scale = loss_scale
+        self.loss_weight = loss_weight
         self.collects_losses = collects_losses
         self._loss_fn = loss_fn
         self.changed_state: list[str] = []

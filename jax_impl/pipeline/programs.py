@@ -90,7 +90,7 @@ class StageProgram(ABC):
         return False
 
     def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``run`` with the rule for what it saves for backward in a slot."""
+        """Return ``run`` with the rule for what it saves for backward in a buffer entry."""
         return run
 
     def fetching(self, gradients: Mapping[str, Any], replays: bool) -> AbstractContextManager[Any]:
@@ -130,7 +130,7 @@ class StagePrograms(Protocol):
 
     @property
     def min_offload_bytes(self) -> int:
-        """Smallest size in bytes at which a slot of saved values moves to the host."""
+        """Smallest size in bytes at which a buffer entry of saved values moves to the host."""
         ...
 
     @property
@@ -139,7 +139,7 @@ class StagePrograms(Protocol):
         ...
 
     @property
-    def loss_scale(self) -> float | None:
+    def loss_weight(self) -> float | None:
         """Factor of each microbatch's loss in the gradients; None: 1 / number of microbatches."""
         ...
 

@@ -143,7 +143,7 @@ class Program(StageProgram):
             Hidden states with streams concatenated [b, T, S*D], or in the last stage the mean loss in nats per token.
         """
         offloads = self.config.enable_tensor_offload
-        with contextlib.nullcontext() if offloads else without_offload():  # the executor's slots hold activations
+        with contextlib.nullcontext() if offloads else without_offload():  # the executor's buffers hold activations
             return self._run(parameters, x, batch, first_layer)
 
     def _run(self, parameters: Mapping[str, Array], x: Array, batch: Batch, first_layer: Array) -> Array:
@@ -236,7 +236,7 @@ class Program(StageProgram):
         return is_offloaded(name, self.config.layer(layer).offload)
 
     def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``run`` with the rule for what it saves for backward in a slot."""
+        """Return ``run`` with the rule for what it saves for backward in a buffer entry."""
         if self.recomputes:
             return run
         # Without a policy JAX saves everything that a derivative reads, and XLA fuses most of it away; in a slot
@@ -295,13 +295,13 @@ class Stages:
     """Index of the program of each stage."""
     first_layers: tuple[int, ...]
     """Number of the first layer of each stage, or of the next stage's if the stage has no layers."""
-    loss_scale: None = None
+    loss_weight: None = None
     """Gradients are those of the mean of the microbatches' losses."""
     collects_losses: bool = True
 
     @property
     def min_offload_bytes(self) -> int:
-        """Smallest size in bytes at which a slot of saved values moves to the host."""
+        """Smallest size in bytes at which a buffer entry of saved values moves to the host."""
         return self.config.activation_offload_min_bytes
 
     def gradient_dtype(self, parameter: Array) -> DTypeLike:

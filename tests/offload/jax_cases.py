@@ -19,7 +19,7 @@ from diptych.plans.schedule.named import schedule_for
 from jax_impl import ops
 from jax_impl.offload import branch_moves, is_on_host
 from jax_impl.pipeline import OffloadedPipeline, make_pipeline_step
-from jax_impl.pipeline.offload import slots_of
+from jax_impl.pipeline.offload import positions_of
 from jax_impl.recompute.policies import _scan_counts
 from jax_impl.train import Trainer
 from jax_impl.transformer import GPTModel
@@ -149,9 +149,9 @@ def test_branches_move_what_the_plan_says(flags, ahead):
     config = offloaded(replace(PLAIN, **flags), ahead)
     step, params, batch = made(config, 4)
     program = jax.make_jaxpr(step._run)(params, step._batch(*batch))
-    slots = slots_of(params)
-    order = list(dict.fromkeys(slot for slot in slots if slot is not None))
-    numbers = [None if slot is None else order.index(slot) for slot in slots]
+    positions = positions_of(params)
+    order = list(dict.fromkeys(each for each in positions if each is not None))
+    numbers = [None if each is None else order.index(each) for each in positions]
     numbers += [None] * (len(program.jaxpr.invars) - len(numbers))
     found = set()
     for moves in branch_moves(program, numbers):
