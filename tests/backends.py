@@ -14,7 +14,6 @@ from hypothesis import settings
 
 from diptych.plans.config import DataConfig, TransformerConfig
 from diptych.plans.model.data import Corpus
-from diptych.plans.model.philox import dropout_threshold, philox_4x32
 from jax_impl.train import Trainer as JaxTrainer
 from parity.compare import relative_difference
 from parity.implementations import OUTPUT, JaxImplementation, TorchImplementation, Values, make_inputs
@@ -123,13 +122,3 @@ def trainers(config: TransformerConfig, train, corpus: Corpus | None = None):
     return backend_module("torch", "train").Trainer(config, train, corpus, device="cpu"), JaxTrainer(
         config, train, corpus
     )
-
-
-def dropout_keep(key: tuple[int, int], rows: np.ndarray, width: int, step: int, rate: float) -> np.ndarray:
-    """The mask [..., width] that every backend and kernel reproduces; ``key`` is (seed, site), ``rows`` are < 2**64."""
-    rows = np.asarray(rows, np.uint64)[..., None]
-    column = np.arange((width + 3) // 4)
-    words = philox_4x32(key, (column, rows & np.uint64(0xFFFFFFFF), rows >> np.uint64(32), step))
-    lanes = np.moveaxis(words, 0, -1)  # [..., width / 4, 4]
-    flat = lanes.reshape(*lanes.shape[:-2], -1)[..., :width]
-    return flat >= np.uint64(dropout_threshold(rate))

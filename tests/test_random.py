@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.parameters import ParameterSpec, initial_value, parameter_specs
-from diptych.plans.model.philox import DATA_SITE, attention_site, mlp_site, philox_4x32
-from tests.backends import BACKENDS, TORCH_DAILY, backend_module, dropout_keep
+from diptych.plans.model.philox import DATA_SITE, attention_site, dropout_keep, mlp_site, philox_4x32
+from tests.backends import BACKENDS, TORCH_DAILY, backend_module
 
 WORD = st.integers(0, 2**32 - 1)
 

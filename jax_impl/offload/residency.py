@@ -154,8 +154,12 @@ _SUSPENDED: ContextVar[bool] = ContextVar("layers run without offload", default=
 def copy_to_device(module: M) -> M:
     """Return a module with copies of its arrays on the device."""
     graph, state = nnx.split(module)
-    on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, state)
-    return nnx.merge(graph, on_device)
+    return nnx.merge(graph, jax.tree.map(array_to_device, state))
+
+
+def array_to_device(array: Array) -> Array:
+    """Copy an array to the device if it is on the host."""
+    return jax.device_put(array, jax.memory.Space.Device) if is_on_host(array) else array
 
 
 def is_on_host(array: Array) -> bool:

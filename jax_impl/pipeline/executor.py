@@ -28,7 +28,7 @@ from jax import Array, lax
 
 from diptych.plans.schedule.lockstep import LockstepTable, Saves
 from diptych_kernels.mesh_axes import vary
-from jax_impl.offload import MoveCounter, is_on_host
+from jax_impl.offload.residency import MoveCounter, array_to_device, is_on_host
 from jax_impl.pipeline.packing import Packed
 from jax_impl.pipeline.programs import (
     CONTEXT_AXIS,
@@ -291,7 +291,7 @@ class _Execution:
         loss_gradient = vary(jnp.full_like(self.stages.collected(self.batch), scale), self.axes)
 
         def run(program: StageProgram, result: _SlotResult) -> _SlotResult:
-            residuals = jax.tree.map(_on_device, _read_entry(state.residuals, row.backward_residuals))
+            residuals = jax.tree.map(array_to_device, _read_entry(state.residuals, row.backward_residuals))
             output_gradient = loss_gradient if program.last else gradient
             backward = self._autodiff.backward(program, task, x, residuals, output_gradient)
             collected = result.collected
@@ -378,11 +378,6 @@ class _Execution:
 def _no_action(result: _SlotResult) -> _SlotResult:
     """Return the results unchanged."""
     return result
-
-
-def _on_device(x: Array) -> Array:
-    """Copy an array to the device if it is on the host."""
-    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def _likes(tree: Any) -> Any:

@@ -19,7 +19,7 @@ from reference_torch.offload.lifetime import close_dropped, weak_method
 from reference_torch.offload.observe import LayerObserver
 from reference_torch.offload.optimizer import OptimizerParts, check_is_per_parameter
 from reference_torch.offload.optimizer_state import step_by_layer
-from reference_torch.offload.residency import Residency
+from reference_torch.offload.residency import Moved, Residency
 from reference_torch.offload.saved import guard_saved
 from reference_torch.offload.scheduling import UseScheduler
 from reference_torch.offload.statistics import OffloadStatistics
@@ -87,9 +87,8 @@ class TensorOffloadManager:
         self.num_prefetch_layers = num_prefetch_layers
         self._activation_layers = activation_layers
         self._activation_values = _checked_values(activation_values or {})
-        self._residency = Residency(
-            pin_memory, parameters, activations, activation_min_bytes, optimizer_state, gradients
-        )
+        moved = Moved(pin_memory, parameters, activations, activation_min_bytes, optimizer_state, gradients)
+        self._residency = Residency(moved)
         self._scheduler = UseScheduler(self._residency, num_prefetch_layers)
 
     def __del__(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +18,8 @@ from reference_torch.offload.statistics import OffloadStatistics
 from reference_torch.offload.storage import OffloadedStorage
 
 
-class Residency:
-    """The layers of one manager on the device and on the host.
+class Moved(NamedTuple):
+    """What moves between device and host.
 
     Args:
         pin_memory: place host copies in pinned memory; only on a GPU.
@@ -29,15 +30,22 @@ class Residency:
         gradients: the gradients of layers move.
     """
 
-    def __init__(
-        self,
-        pin_memory: bool,
-        parameters: bool,
-        activations: bool,
-        activation_min_bytes: int,
-        optimizer_state: bool = False,
-        gradients: bool = False,
-    ) -> None:
+    pin_memory: bool
+    parameters: bool
+    activations: bool
+    activation_min_bytes: int
+    optimizer_state: bool
+    gradients: bool
+
+
+class Residency:
+    """The layers of one manager on the device and on the host.
+
+    Args:
+        moved: what moves.
+    """
+
+    def __init__(self, moved: Moved) -> None:
         self.statistics = OffloadStatistics()
         self.trace: list[str] | None = None
         self.layers: dict[int, OffloadedLayer] = {}
@@ -48,12 +56,7 @@ class Residency:
         self.moments: OffloadedOptimizerState | None = None
         self.gradients: OffloadedGradients | None = None
         self.is_closed = False
-        self._pin_memory = pin_memory
-        self._parameters = parameters
-        self._wants_activations = activations
-        self._wants_moments = optimizer_state
-        self._wants_gradients = gradients
-        self._activation_min_bytes = activation_min_bytes
+        self._moved = moved
         self._outgoing: list[int] = []
         """Layers whose copies to the host have started and whose device memory is not released."""
         self._retained: dict[int, OffloadedStorage] = {}
@@ -75,20 +78,20 @@ class Residency:
         """
         self.check_open()
         check_new(layer_id, module, self.layers)
-        link = self.link or Link(device_of(layer_id, module), self._pin_memory)
+        link = self.link or Link(device_of(layer_id, module), self._moved.pin_memory)
         device_of(layer_id, module, link.device)
-        layer = OffloadedLayer(layer_id, module, self.storages, link, fetch_for_access, self._parameters)
+        layer = OffloadedLayer(layer_id, module, self.storages, link, fetch_for_access, self._moved.parameters)
         self.link = link
         return layer
 
     def note_registered(self, layer: OffloadedLayer) -> None:
         """Complete the registration of a layer, whose observer exists."""
-        if self._wants_activations and self.activations is None and self.link is not None:
+        if self._moved.activations and self.activations is None and self.link is not None:
             record = weak_method(self.record)
-            self.activations = ActivationOffload(self.link, self.statistics, self._activation_min_bytes, record)
-        if self._wants_moments and self.moments is None and self.link is not None:
+            self.activations = ActivationOffload(self.link, self.statistics, self._moved.activation_min_bytes, record)
+        if self._moved.optimizer_state and self.moments is None and self.link is not None:
             self.moments = OffloadedOptimizerState(self.link, self.statistics)
-        if self._wants_gradients and self.gradients is None and self.link is not None:
+        if self._moved.gradients and self.gradients is None and self.link is not None:
             self.gradients = OffloadedGradients(self.link, self.statistics)
         self.layers[layer.layer_id] = layer
         self.storages.update({storage.device_storage._cdata: storage for storage in layer.storages})

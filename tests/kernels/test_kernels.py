@@ -9,10 +9,11 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from diptych.plans.model.philox import dropout_keep
 from diptych_kernels import jax_backend as jax_ops
 from diptych_kernels import torch_backend as torch_ops
 from reference_torch import hyper_connections, ops
-from tests.backends import BACKENDS, assert_close, backend_module, dropout_keep, normal, value_and_gradients
+from tests.backends import BACKENDS, assert_close, backend_module, normal, value_and_gradients
 from tests.kernels.support import CASES, KERNEL_BACKENDS, R, assert_within_budget, error, inputs_of, torch_gradients
 
 HARD = [

@@ -65,3 +65,24 @@ def attention_site(layer_number: int) -> int:
 def mlp_site(layer_number: int) -> int:
     """Return the dropout site of a layer's MLP sublayer."""
     return 2 * layer_number + 1
+
+
+def dropout_keep(key: tuple[int, int], rows: np.ndarray, width: int, step: int, rate: float) -> np.ndarray:
+    """Return the dropout mask that every backend and kernel reproduces.
+
+    Args:
+        key: (seed, site).
+        rows: [...] integer row numbers, sample * seq_length + position, < 2**64.
+        width: columns of a row.
+        step: training step, < 2**32.
+        rate: probability of dropping.
+
+    Returns:
+        [..., width] bool, True for elements that are not dropped.
+    """
+    rows = np.asarray(rows, np.uint64)[..., None]
+    column = np.arange((width + 3) // 4)
+    words = philox_4x32(key, (column, rows & np.uint64(0xFFFFFFFF), rows >> np.uint64(32), step))
+    lanes = np.moveaxis(words, 0, -1)  # [..., width / 4, 4]
+    flat = lanes.reshape(*lanes.shape[:-2], -1)[..., :width]
+    return flat >= np.uint64(dropout_threshold(rate))
