@@ -20,6 +20,7 @@ from diptych.plans.amax_history import (
 )
 from diptych.plans.fp8 import ProductRecipe
 from diptych_kernels.mesh_axes import match_varying_axes
+from jax_impl.carry import without_gradient_unless_read
 from jax_impl.fp8 import GRADIENTS, amax, rounded_to
 
 
@@ -56,6 +57,7 @@ def observe(
         history: its history. SHAPE
         factor: see delayed_scales.
     """
+    history = without_gradient_unless_read(history)
     return _observe(*match_varying_axes((y, x, weight, history)), factor)
 
 
