@@ -15,7 +15,6 @@ already, the copies do nothing. In a pipeline, every action is a separate pass: 
 """
 
 from jax_impl.offload.modules import OffloadedModules, offload_modules
-from jax_impl.offload.moves import Move, branch_moves, layer_numbers, moves_of
 from jax_impl.offload.residency import (
     Layers,
     MoveCounter,
@@ -27,7 +26,7 @@ from jax_impl.offload.residency import (
 )
 from jax_impl.offload.stack import run_offloaded, single_pass
 from jax_impl.offload.step import OffloadedStep, plan_statistics
-from jax_impl.offload.update import OffloadedParameters, UpdateFunction
+from jax_impl.offload.update import OffloadedParameters, UpdateFunction, layer_numbers
 
 __all__ = [
     "offload_modules",
@@ -45,8 +44,5 @@ __all__ = [
     "copy_to_device",
     "is_on_host",
     "plan_statistics",
-    "Move",
     "layer_numbers",
-    "moves_of",
-    "branch_moves",
 ]

@@ -23,10 +23,9 @@ from diptych.plans.offload import (
     unmoved,
 )
 from diptych.plans.recompute import recompute_blocks
-from jax_impl.offload.moves import LAYERS, layer_numbers
 from jax_impl.offload.residency import Layers, MoveCounter, Pass
 from jax_impl.offload.stack import plan_saved
-from jax_impl.offload.update import OffloadedParameters, Parts, UpdateFunction
+from jax_impl.offload.update import LAYERS, OffloadedParameters, Parts, UpdateFunction, layer_numbers
 
 _NOT_OFFLOADED = (
     "loss_fn: expected a model that runs its layers by jax_impl.offload.run_offloaded, as GPTModel does where its "

@@ -11,6 +11,9 @@ from jax import Array
 from diptych.plans.offload import UseMoves
 from jax_impl.offload.residency import Layers, Residency
 
+LAYERS = ("decoder", "layers")
+"""Keys above the number of a layer in a tree of parameters."""
+
 
 class Parts(NamedTuple):
     """The leaves of a tree with the structure of the parameters, separated by layer."""
@@ -156,3 +159,13 @@ class OffloadedParameters:
         new, changed = update_function(part, structure.unflatten(all_items), grad)
         new_items = structure.flatten_up_to(changed)
         return jax.tree.leaves(new), [jax.tree.leaves(x) if i in own else x for i, x in enumerate(new_items)]
+
+
+def layer_numbers(tree: Any) -> list[int | None]:
+    """Return, for every leaf of a tree, the number of its layer in its path, or None."""
+    numbers = []
+    for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        at = next((k for k in range(len(keys) - 2) if tuple(keys[k : k + 2]) == LAYERS), None)
+        numbers.append(None if at is None else int(keys[at + 2]))
+    return numbers

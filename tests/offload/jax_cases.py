@@ -17,7 +17,7 @@ from diptych.plans.mesh import undivided
 from diptych.plans.offload import action_uses, layer_storages, plan_actions, plan_offload
 from diptych.plans.schedule.named import schedule_for
 from jax_impl import ops
-from jax_impl.offload import branch_moves, is_on_host
+from jax_impl.offload import is_on_host
 from jax_impl.pipeline import OffloadedPipeline, make_pipeline_step
 from jax_impl.pipeline.offload import positions_of
 from jax_impl.recompute.policies import _scan_counts
@@ -26,6 +26,7 @@ from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from parity.tolerances import PARAMETERS
 from tests.backends import tiny_corpus
+from tests.offload.program_moves import branch_moves
 
 jax.config.update("jax_num_cpu_devices", 4)
 

@@ -16,7 +16,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import step_uses
 from diptych.plans.recompute import recompute_blocks
-from jax_impl.offload import OffloadedStep, layer_numbers, moves_of
+from jax_impl.offload import OffloadedStep, layer_numbers
 from jax_impl.recompute import layer_scope, residual_report, varying_leaves
 from jax_impl.transformer import GPTModel
 from tests.offload.jax_support import (
@@ -32,6 +32,7 @@ from tests.offload.jax_support import (
     trainer_of,
 )
 from tests.offload.jobs import activation_events
+from tests.offload.program_moves import moves_of
 
 pytestmark = pytest.mark.usefixtures("quick")
 

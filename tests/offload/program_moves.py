@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal, jaxprs_in_params
 
-LAYERS = ("decoder", "layers")
-"""Keys above the number of a layer in a tree of parameters."""
-
 
 class Move(NamedTuple):
     """A copy of a layer, or a use of it."""
@@ -25,16 +22,6 @@ class Move(NamedTuple):
     """Length of the longest chain of equations before the operand of the first copy; 0 for a use."""
 
 
-def layer_numbers(tree: Any) -> list[int | None]:
-    """Return, for every leaf of a tree, the number of its layer in its path, or None."""
-    numbers = []
-    for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-        at = next((k for k in range(len(keys) - 2) if tuple(keys[k : k + 2]) == LAYERS), None)
-        numbers.append(None if at is None else int(keys[at + 2]))
-    return numbers
-
-
 def moves_of(program: Any, arguments: Sequence[int | None], results: Sequence[int | None]) -> list[Move]:
     """Return every copy between host and device and every use, in the order of the program, with unrolled loops.
 
@@ -43,7 +30,7 @@ def moves_of(program: Any, arguments: Sequence[int | None], results: Sequence[in
 
     Args:
         program: result of jax.make_jaxpr.
-        arguments: layer of every leaf of the arguments; see layer_numbers.
+        arguments: layer of every leaf of the arguments; see jax_impl.offload.layer_numbers.
         results: layer of every leaf of the results.
     """
     reader = _Reader()
