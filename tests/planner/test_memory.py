@@ -50,7 +50,8 @@ def store_narrow(model: torch.nn.Module, config: TransformerConfig) -> None:
 
 @cache
 def measured(config: TransformerConfig, batch: int):
-    tokens, targets = torch.randint(0, config.vocab_size, (2, batch, config.seq_length))
+    seed = torch.Generator().manual_seed(0)  # the tokens decide how many rows each expert has
+    tokens, targets = torch.randint(0, config.vocab_size, (2, batch, config.seq_length), generator=seed)
     model = model_provider(config)
     if has_master_weights(config):
         store_narrow(model, config)
@@ -92,6 +93,7 @@ def test_prediction_within_two_percent(variant, mode):
 KINDS = {
     "fused attention": {"use_flash_attn": True},
     "attention": {},
+    "gelu, fused attention": {"activation": "gelu", "use_flash_attn": True},
     "grouped attention": {"num_query_groups": 2},
     "gated attention": {
         "qk_layernorm": True,
@@ -179,16 +181,18 @@ def test_fp8_within_two_percent(kind, dtype, recipe):
 
 @pytest.mark.parametrize("fp8", [{}, {"fp8": "hybrid", "fp8_recipe": "delayed"}], ids=["plain", "FP8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "master weights"])
-@pytest.mark.parametrize("kind", ["attention", "latent attention", "experts", "gdn", "post-norm"])
+@pytest.mark.parametrize(
+    "kind", ["attention", "gelu, fused attention", "latent attention", "experts", "gdn", "post-norm"]
+)
 def test_values_saved_in_8_bits_within_two_percent(kind, dtype, fp8):
-    """All but experts that are replayed whole, whose peak is up to 5% larger."""
+    """With experts that are replayed whole, and with inputs that recompute drops, which backward packs."""
     for mode in ("none", "full block", "core_attn", "mhc"):
         given = {"hidden_size": 96, "activation_storage": "fp8", "enable_hyper_connections": mode == "mhc"}
         config = replace(PLAIN, **KINDS[kind], **DTYPES[dtype], **RECOMPUTE[mode], **fp8, **given)
         (saved, peak), report = measured(config, 2)
         prediction = predict_memory(config, 2)
         assert prediction.saved == pytest.approx(saved, rel=1e-3), mode
-        assert prediction.peak == pytest.approx(peak, rel=0.05 if kind == "experts" else 0.02), mode
+        assert prediction.peak == pytest.approx(peak, rel=0.02), mode
         for name, value in report.items():
             assert prediction.saved_by_name[name] == value.bytes, (mode, name)
 
