@@ -197,7 +197,7 @@ class GraphBuilder(OperationBuilder):
                 source = self.activation("dropped out", self.config.hidden_size)
                 scratch = self._dropout_scratch(output)
                 nodes.append(Node([output], [source], [], region, 0, scratch, scratch))
-            nodes.append(Node([source, mixed], [x], [], region))
+            nodes.append(Node([source, mixed], [x], [], region, heir=mixed))
         elif dropout:
             expanded = Value("expanded", x.size)
             dropped = Value("dropped out", x.size)
@@ -355,8 +355,8 @@ class GraphBuilder(OperationBuilder):
         operands = [*inputs]
         count = config.num_attention_heads
         for place, source in enumerate(inputs):
-            is_merged = self.batch == 1 and (place == 1 or (place == 0 and groups == count))
-            if not is_merged:  # batch and heads become one dimension, which takes a copy
+            is_view = (self.batch == 1 or groups == 1) and (place > 0 or groups == count)
+            if not is_view:  # batch and heads become one dimension, which takes a copy
                 operands[place] = Value(source.name, source.size)
                 nodes.append(Node([source], [operands[place]], [], region))
         q, k, v = operands
@@ -373,10 +373,10 @@ class GraphBuilder(OperationBuilder):
         nodes.append(Node([cast], [softmax], [softmax], region))
         if softmax is not weights:
             nodes.append(Node([softmax], [weights], [], region))
-        nodes += [
-            Node([weights, v], [mixed], [weights, v], region, flops=mixed_flops),
-            Node([mixed], [attended], [], region),
-        ]
+        product = attended if count == 1 else mixed
+        nodes.append(Node([weights, v], [product], [weights, v], region, flops=mixed_flops))
+        if product is mixed:  # the heads of a token become adjacent
+            nodes.append(Node([mixed], [attended], [], region))
         keep(nodes, *inputs, mask, bias, scores)
 
     def _attention_tile(self, queries: int, keys: int) -> int:
@@ -507,5 +507,5 @@ class GraphBuilder(OperationBuilder):
             nodes.append(Node([opened, shared], [gated], [opened, shared], region, backward_scratch=shared.size))
             shared = gated
         output = self.activation("mlp_output", self.config.hidden_size)
-        nodes.append(Node([routed, shared], [output], [], region))
+        nodes.append(Node([routed, shared], [output], [], region, heir=routed))
         return output

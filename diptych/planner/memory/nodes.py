@@ -33,6 +33,9 @@ class Node:
     """Bytes that forward allocates beside its reads and writes."""
     backward_scratch: int = 0
     """Bytes that backward allocates beside the saved values and gradients."""
+    heir: Value | None = None
+    """The input of a sum that takes over the memory of the output's gradient; inputs of its size share this memory
+    until then."""
     alive: list[Value] = field(default_factory=list)
     """Values that a variable of the caller keeps alive during this operation's forward."""
     flops: int = 0

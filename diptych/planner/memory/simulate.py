@@ -309,7 +309,8 @@ class Simulation:
             parameters = 0 if is_deferred else node.parameters
             self._allocate(0 if is_rounded else parameters)
             new = 0
-            for value in {id(v): v for v in node.reads}.values():
+            shared = _share(node, gradients)
+            for value in {id(v): v for v in node.reads if id(v) not in shared}.values():
                 new += value.size
                 if id(value) not in gradients:
                     gradients[id(value)] = value.size
@@ -431,6 +432,22 @@ class Simulation:
 def _treatment(gradients: Gradients) -> tuple[bool, bool]:
     """Return whether backward adds gradients to earlier ones, and whether W computes those of linear maps."""
     return gradients in ("added", "deferred and added"), gradients in ("deferred", "deferred and added")
+
+
+def _share(node: Node, gradients: dict[int, int]) -> set[int]:
+    """Let the inputs of a sum have the memory of its output's gradient, and return the identities of these inputs.
+
+    Args:
+        node: the operation.
+        gradients: bytes of the gradients that exist, by identity of the value.
+    """
+    heir = node.heir
+    if heir is None or id(heir) in gradients:
+        return set()
+    gradients[id(heir)] = gradients.pop(id(node.writes[0]))
+    others = {id(value) for value in node.reads if value.size == heir.size and id(value) not in gradients}
+    gradients.update(dict.fromkeys(others, 0))
+    return {id(heir), *others}
 
 
 def _pack_in_backward(dropped: Iterable[Value], nodes: Iterable[Node]) -> None:
