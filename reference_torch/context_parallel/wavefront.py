@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import cast
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -135,7 +135,7 @@ class _Received(torch.autograd.Function):
     def forward(ctx, anchor, kind, context, part):
         ctx.kind = kind
         ctx.context = context
-        ctx.part = part
+        ctx.part = ref(part)  # backward does not read it
         return part.detach()
 
     @staticmethod
@@ -144,7 +144,7 @@ class _Received(torch.autograd.Function):
         _send(ctx.kind, d_part, ctx.context, reverse=True)
         received = ctx.context.messages.received
         key = ctx.context.layer, ctx.kind
-        received[key] = [other for other in received.get(key, []) if other is not ctx.part]
+        received[key] = [other for other in received.get(key, []) if other is not ctx.part()]
         return None, None, None, None
 
 

@@ -50,7 +50,8 @@ def store_narrow(model: torch.nn.Module, config: TransformerConfig) -> None:
 
 @cache
 def measured(config: TransformerConfig, batch: int):
-    tokens, targets = torch.randint(0, config.vocab_size, (2, batch, config.seq_length))
+    seed = torch.Generator().manual_seed(0)  # the tokens decide how many rows each expert has
+    tokens, targets = torch.randint(0, config.vocab_size, (2, batch, config.seq_length), generator=seed)
     model = model_provider(config)
     if has_master_weights(config):
         store_narrow(model, config)
@@ -92,6 +93,7 @@ def test_prediction_within_two_percent(variant, mode):
 KINDS = {
     "fused attention": {"use_flash_attn": True},
     "attention": {},
+    "gelu, fused attention": {"activation": "gelu", "use_flash_attn": True},
     "grouped attention": {"num_query_groups": 2},
     "gated attention": {
         "qk_layernorm": True,
@@ -179,16 +181,18 @@ def test_fp8_within_two_percent(kind, dtype, recipe):
 
 @pytest.mark.parametrize("fp8", [{}, {"fp8": "hybrid", "fp8_recipe": "delayed"}], ids=["plain", "FP8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "master weights"])
-@pytest.mark.parametrize("kind", ["attention", "latent attention", "experts", "gdn", "post-norm"])
+@pytest.mark.parametrize(
+    "kind", ["attention", "gelu, fused attention", "latent attention", "experts", "gdn", "post-norm"]
+)
 def test_values_saved_in_8_bits_within_two_percent(kind, dtype, fp8):
-    """All but experts that are replayed whole, whose peak is up to 5% larger."""
+    """With experts that are replayed whole, and with inputs that recompute drops, which backward packs."""
     for mode in ("none", "full block", "core_attn", "mhc"):
         given = {"hidden_size": 96, "activation_storage": "fp8", "enable_hyper_connections": mode == "mhc"}
         config = replace(PLAIN, **KINDS[kind], **DTYPES[dtype], **RECOMPUTE[mode], **fp8, **given)
         (saved, peak), report = measured(config, 2)
         prediction = predict_memory(config, 2)
         assert prediction.saved == pytest.approx(saved, rel=1e-3), mode
-        assert prediction.peak == pytest.approx(peak, rel=0.05 if kind == "experts" else 0.02), mode
+        assert prediction.peak == pytest.approx(peak, rel=0.02), mode
         for name, value in report.items():
             assert prediction.saved_by_name[name] == value.bytes, (mode, name)
 
@@ -257,6 +261,27 @@ def test_the_rule_over_several_segments_and_short_sequences_within_two_percent(k
     prediction = predict_memory(config, batch)
     assert prediction.saved == pytest.approx(saved, rel=2e-3)
     assert prediction.peak == pytest.approx(peak, rel=0.02)
+
+
+SMALL = {
+    "one head": {"num_attention_heads": 1, "activation": "gelu"},
+    "few tokens": {"hidden_size": 48, "seq_length": 12},
+    "four tokens of one head": {"hidden_size": 16, "num_attention_heads": 1, "seq_length": 4},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("size", SMALL)
+def test_small_models_within_two_percent(size, dtype):
+    """Without oneDNN, whose products in bfloat16 need buffers of their own (docs/planner.md)."""
+    for mode in ("none", "full block"):
+        config = replace(PLAIN, **SMALL[size], **DTYPES[dtype], **RECOMPUTE[mode])
+        with torch.backends.mkldnn.flags(enabled=False):
+            (saved, peak), _ = measured(config, 2)
+        prediction = predict_memory(config, 2)
+        assert prediction.saved == pytest.approx(saved, rel=2e-3), mode
+        assert prediction.peak == pytest.approx(peak, rel=0.02), mode
 
 
 def test_kept_terms_add_up_and_grow_with_the_batch():

@@ -54,6 +54,9 @@ class BlockCost(NamedTuple):
     """Seconds of the forward and of I of the block's first layer, behind which copies of these values are hidden."""
     offloaded: Offloaded | None = None
     """Values that move to the host; None: none."""
+    held: int = 0
+    """Bytes of the embedded tokens, if the model's first block does not leave them on the device: a variable holds them
+    during the forward of the other layers."""
 
 
 class EndCost(NamedTuple):
@@ -123,7 +126,8 @@ class StageParts:
     def options(self, first: int, size: int) -> list[BlockCost]:
         """Return the costs of blocks of ``size`` layers from a layer on, without those that another beats."""
         layers = range(first, first + size)
-        key = (*(self._settings[number] for number in layers), first in self._staying, self._reads_message(layers))
+        ends = first in self._staying, first == self.layers.start, self._is_first
+        key = (*(self._settings[number] for number in layers), *ends)
         if key not in self._found:
             blocks = [*self._choices(layers)]
             possible = [cost for config in self._configs for block in blocks for cost in self._costs(block, config)]
@@ -136,6 +140,7 @@ class StageParts:
         A block whose values move makes the step wait at least as long as if the slowest layer came next.
         """
         pairs: list[tuple[float, float]] = [(other.saved, cost.saved), *zip(other.peaks, cost.peaks, strict=True)]
+        pairs.append((other.held, cost.held))
         pairs += zip(other.begin_peaks or other.peaks, cost.begin_peaks or cost.peaks, strict=True)
         if other.moved or not cost.moved:
             pairs += [(other.moved, cost.moved), (other.seconds, cost.seconds)]
@@ -146,6 +151,11 @@ class StageParts:
     def _reads_message(self, layers: Sequence[int]) -> bool:
         """Return True if a block of layers reads the message to the stage."""
         return layers[0] == self.layers.start and not self._is_first
+
+    def _embeds(self, block: RecomputeBlock) -> bool:
+        """Return True if a block reads the embedded tokens, not streams that are made of them."""
+        is_first = self._is_first and block.layers[0] == self.layers.start
+        return is_first and not self.config.enable_hyper_connections
 
     def _copied_of_message(self) -> int:
         """Return the bytes of the message to the stage if it is copied to the host with the first layer's values."""
@@ -289,6 +299,7 @@ class StageParts:
             self._peaks(simulations, min(block.layers)),
             self._times.first_layer(config, settings, block, self._batch),
             moved[block.layers[0]] if moved_bytes else None,
+            first.input_left_out if self._embeds(block) else 0,
         )
 
     def _simulate_block(

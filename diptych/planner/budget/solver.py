@@ -22,6 +22,7 @@ the best known solution, which begins at an estimate and grows to the solution i
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -128,6 +129,8 @@ class Blocks(NamedTuple):
     """[kinds, n]"""
     begin_seconds: np.ndarray
     """[2, n]"""
+    held: np.ndarray
+    """BlockCost.held of blocks at the beginning of the stage."""
 
 
 def solve(
@@ -142,11 +145,26 @@ def solve(
         most_saved: bytes that the stage may save.
         upper: round joined bytes up, so that the blocks are within the limits; False: down, for a bound of the seconds.
     """
+    choices = sorted({int(held) for ending in endings for b in ending if b.start == 0 for held in b.held}) or [0]
+    solved = [_solve_holding(held, parts, endings, limits, most_saved, upper) for held in choices]
+    return min((each for each in solved if each is not None), key=lambda each: each.seconds, default=None)
+
+
+def _solve_holding(
+    held: int,
+    parts: Parts,
+    endings: Sequence[Sequence[Blocks]],
+    limits: Sequence[int],
+    most_saved: int,
+    upper: bool,
+) -> Solution | None:
+    """Return the fastest blocks of which the first holds so many bytes during later forwards; see BlockCost.held."""
     limits = [min(limit, MOST_BYTES) for limit in limits]
     most_saved = min(most_saved, MOST_BYTES)
     if not _all_fit(parts.first_end.peaks, parts.after[0], limits):
         return None
-    known = _solve(parts, endings, limits, most_saved, upper, moves=False)
+    solve_some = partial(_solve, parts, endings, limits, most_saved, upper, held)
+    known = solve_some(moves=False)
     if not any(blocks.moved.any() for ending in endings for blocks in ending):
         return known
     rests = _least_rests(parts, endings, limits, most_saved)
@@ -158,10 +176,10 @@ def solve(
         estimate = least + share * (most if np.isfinite(most) else least)
         if estimate >= most:
             break
-        found = _solve(parts, endings, limits, most_saved, upper, known=(rests, estimate))
+        found = solve_some(known=(rests, estimate))
         if found is not None and found.seconds <= estimate:
             return found
-    found = _solve(parts, endings, limits, most_saved, upper, known=(rests, most))
+    found = solve_some(known=(rests, most))
     return known if found is None or (known is not None and known.seconds <= found.seconds) else found
 
 
@@ -183,7 +201,8 @@ def _blocks_before(parts: Parts, end: int) -> list[Blocks]:
             )
             seconds = np.array([cost.seconds for cost in costs])
             begin_seconds = np.array([cost.begin_seconds for cost in costs]).T
-            found.append(Blocks(end - size, costs, saved, seconds, moved, peaks, begin_peaks, begin_seconds))
+            held = np.array([cost.held for cost in costs], dtype=np.int64)
+            found.append(Blocks(end - size, costs, saved, seconds, moved, peaks, begin_peaks, begin_seconds, held))
     return found
 
 
@@ -193,6 +212,7 @@ def _solve(
     limits: Sequence[int],
     most_saved: int,
     upper: bool,
+    held: int = 0,
     moves: bool = True,
     known: "tuple[list[_Rest], float] | None" = None,
 ) -> Solution | None:
@@ -204,6 +224,7 @@ def _solve(
         limits: as in solve.
         most_saved: as in solve.
         upper: as in solve.
+        held: bytes that the first block holds during the forward of later blocks.
         moves: values of layers may move.
         known: least rests of every layer, and seconds that a solution may take; None: any.
     """
@@ -213,7 +234,7 @@ def _solve(
     step = max(1, most) / STEPS
     for end in range(1, len(parts.layers) + 1):
         free = np.array(limits) - parts.after[end]
-        reached = _reached(parts, fronts, endings[end], (most, free), moves)
+        reached = _reached(parts, fronts, endings[end], (most, free), held, moves)
         if known is not None:
             rests, largest = known
             reached = _some(reached, reached.seconds + _rest_of(rests[end], reached.saved) <= largest * (1 + ROUNDING))
@@ -319,6 +340,7 @@ def _reached(
     fronts: Sequence[_Front],
     ending: Sequence[Blocks],
     limits: tuple[int, np.ndarray],
+    held: int,
     moves: bool,
 ) -> _Front:
     """Return the pairs that blocks reach from earlier layers.
@@ -328,19 +350,25 @@ def _reached(
         fronts: pairs up to every earlier layer.
         ending: blocks that end before the layer.
         limits: bytes that may be saved up to here, and those that each kind of action may need before and in a block.
+        held: bytes that the first block holds during the forward of later blocks.
         moves: values of the blocks may move.
     """
-    most, free = limits
+    most, whole = limits
+    beside = np.array([held if kind == "F" else 0 for kind in parts.kinds])
     found = [_Front(*[np.zeros(0, np.int64)] * len(_Front._fields))._replace(seconds=np.zeros(0))]
     first = 0
     for blocks in ending:
         front = fronts[blocks.start]
+        free = whole - beside if blocks.start else whole
         limit = np.minimum(most - blocks.saved, (free[:, None] - blocks.peaks).min(0))[:, None]
         if not moves:
             limit = np.where(blocks.moved[:, None] > 0, -1, limit)
+        if blocks.start == 0:
+            limit = np.where(blocks.held[:, None] != held, -1, limit)
         waits = np.zeros((1, 1))
         if front.moved.any():
             is_moved = front.moved > 0
+            free = whole if blocks.start == 1 else free  # what the first block holds is among its moving bytes
             begins = (free[:, None] - blocks.begin_peaks)[:, :, None] - parts.copied_beside(front.moved)[:, None]
             limit = np.where(is_moved, np.minimum(limit, begins.min(0)), limit)
             waits = np.where(is_moved, parts.copy_waits(front.moved, blocks.start, blocks.begin_seconds[..., None]), 0)

@@ -2,7 +2,7 @@
 
 from diptych.planner.memory import kernel_work
 from diptych.planner.memory.kernel_work import KernelWork
-from diptych.planner.memory.nodes import Layer, Node, Value
+from diptych.planner.memory.nodes import Layer, Node, Value, keep
 from diptych.planner.memory.operations import PACKED_IN, OperationBuilder
 from diptych.planner.memory.rule import RuleShape, rule_moved, rule_scratch
 from diptych.plans.activation_storage import ACTIVATION_INPUT
@@ -85,22 +85,24 @@ class GraphBuilder(OperationBuilder):
             ("self_attention", mixer_norm, layer.self_attention_hyper_connection),
             ("mlp", mlp_norm, layer.mlp_hyper_connection),
         )
-        held: list[Value] = []
+        inputs: list[Value] = []  # variables of the layer's forward, which the next sublayer sets anew
+        outputs: list[Value] = []
         for sublayer, norm, hyper in sublayers:
             connection = f"{prefix}.{sublayer}_hyper_connection"
-            normed, mixed, h_post = self._read(nodes, x, connection if hyper else None)
+            aggregated, mixed, h_post = self._read(nodes, x, connection if hyper else None)
+            normed = aggregated
             if layer.norm == "pre":
                 normed = self._layer_norm(nodes, normed, prefix, norm)
-            start = len(nodes)
+            keep(nodes, *inputs)
+            inputs = [aggregated, normed]
             output = self._sublayer(nodes, normed, f"{prefix}.{sublayer}", layer)
-            for node in nodes[start:] if layer.storage is not None else ():
-                node.alive += [normed, *held]  # variables of the layer's forward, which are not saved as they are
-            held = [output]
+            keep(nodes, *outputs)
             if layer.norm == "post":
                 output = self._layer_norm(nodes, output, prefix, norm)
+            outputs = [output]
             x = self._write(nodes, output, mixed, h_post)
             ends.append(len(nodes))
-        nodes[-1].alive += [layer_input, *self.first_input]
+        keep(nodes, *inputs, *outputs, layer_input, *self.first_input)
         return Layer(nodes, ends), x
 
     def _sublayer(self, nodes: list[Node], normed: Value, name: str, layer: LayerConfig) -> Value:
@@ -195,7 +197,7 @@ class GraphBuilder(OperationBuilder):
                 source = self.activation("dropped out", self.config.hidden_size)
                 scratch = self._dropout_scratch(output)
                 nodes.append(Node([output], [source], [], region, 0, scratch, scratch))
-            nodes.append(Node([source, mixed], [x], [], region))
+            nodes.append(Node([source, mixed], [x], [], region, heir=mixed))
         elif dropout:
             expanded = Value("expanded", x.size)
             dropped = Value("dropped out", x.size)
@@ -240,6 +242,7 @@ class GraphBuilder(OperationBuilder):
             attended = gated
         output = self.activation("attention_output", config.hidden_size)
         nodes += self._linear(attended, output, f"{name}.linear_proj", ())
+        keep(nodes, qkv, *turned, attended)
         return self._biased(nodes, output, f"{name}.linear_proj", ())
 
     def _latent_attention(self, nodes: list[Node], normed: Value, name: str) -> Value:
@@ -259,7 +262,10 @@ class GraphBuilder(OperationBuilder):
         nodes.append(Node([up, down], [k]))
         nodes.append(Node([up], [v]))
         self._core_attention(nodes, [q, k, v], attended, "mla")
-        return self._mapped(nodes, attended, "attention_output", config.hidden_size, f"{name}.linear_proj")
+        output = self.activation("attention_output", config.hidden_size)
+        nodes += self._linear(attended, output, f"{name}.linear_proj", ())
+        keep(nodes, q, down, latent, up, k, attended)
+        return self._biased(nodes, output, f"{name}.linear_proj", ())
 
     def _delta_rule(self, nodes: list[Node], normed: Value, name: str) -> Value:
         """Append a gdn or kda layer; its short convolution and its delta rule are one operation each."""
@@ -298,7 +304,10 @@ class GraphBuilder(OperationBuilder):
         product = Value("gated", attended.size)
         nodes.append(Node([gate], [opened], [opened if is_kda else gate]))
         nodes.append(Node([normed_out, opened], [product], [normed_out, opened]))
-        return self._mapped(nodes, product, "attention_output", self.config.hidden_size, f"{name}.linear_proj")
+        output = self.activation("attention_output", self.config.hidden_size)
+        nodes += self._linear(product, output, f"{name}.linear_proj", ())
+        keep(nodes, qkv, conv, beta, g, attended, opened, product)
+        return self._biased(nodes, output, f"{name}.linear_proj", ())
 
     def _rule(self, nodes: list[Node], inputs: list[Value], parameters: int) -> Value:
         """Append the chunked delta rule, which saves its inputs and one state per segment."""
@@ -341,12 +350,13 @@ class GraphBuilder(OperationBuilder):
             scratch = 2 * tile + attended.size
             flops = scored + mixed_flops
             nodes.append(Node(inputs, writes, saves, region, 0, tile, scratch, flops=flops, recomputed_flops=scored))
+            keep(nodes, *inputs)
             return
         operands = [*inputs]
         count = config.num_attention_heads
         for place, source in enumerate(inputs):
-            is_merged = self.batch == 1 and (place == 1 or (place == 0 and groups == count))
-            if not is_merged:  # batch and heads become one dimension, which takes a copy
+            is_view = (self.batch == 1 or groups == 1) and (place > 0 or groups == count)
+            if not is_view:  # batch and heads become one dimension, which takes a copy
                 operands[place] = Value(source.name, source.size)
                 nodes.append(Node([source], [operands[place]], [], region))
         q, k, v = operands
@@ -354,17 +364,20 @@ class GraphBuilder(OperationBuilder):
         scores = Value("scores", square * self.item)
         weights = Value("attention_weights", square * self.item)
         mixed = Value("attention mixed", attended.size)
-        scratch = self.length**2 * (self.item + 1)
-        nodes.append(Node([q, k], [scores], [q, k], region, forward_scratch=scratch, flops=scored))
-        scores = self._cast(nodes, scores, self.wide, region)
-        softmax = weights if self.item == self.wide else Value("attention weights in float32", scores.size)
-        nodes.append(Node([scores], [softmax], [softmax], region))
+        share = count // groups  # the query heads of a group are rows of one product
+        mask = Value("attention mask", self.length**2)
+        bias = Value("attention mask", share * self.length**2 * self.item)
+        nodes.append(Node([q, k], [mask, bias, scores], [q, k], region, flops=scored))
+        cast = self._cast(nodes, scores, self.wide, region)
+        softmax = weights if self.item == self.wide else Value("attention weights in float32", cast.size)
+        nodes.append(Node([cast], [softmax], [softmax], region))
         if softmax is not weights:
             nodes.append(Node([softmax], [weights], [], region))
-        nodes += [
-            Node([weights, v], [mixed], [weights, v], region, flops=mixed_flops),
-            Node([mixed], [attended], [], region),
-        ]
+        product = attended if count == 1 else mixed
+        nodes.append(Node([weights, v], [product], [weights, v], region, flops=mixed_flops))
+        if product is mixed:  # the heads of a token become adjacent
+            nodes.append(Node([mixed], [attended], [], region))
+        keep(nodes, *inputs, mask, bias, scores)
 
     def _attention_tile(self, queries: int, keys: int) -> int:
         """Return the bytes of the tile of scores that PyTorch's fused CPU attention allocates, on one thread."""
@@ -494,5 +507,5 @@ class GraphBuilder(OperationBuilder):
             nodes.append(Node([opened, shared], [gated], [opened, shared], region, backward_scratch=shared.size))
             shared = gated
         output = self.activation("mlp_output", self.config.hidden_size)
-        nodes.append(Node([routed, shared], [output], [], region))
+        nodes.append(Node([routed, shared], [output], [], region, heir=routed))
         return output

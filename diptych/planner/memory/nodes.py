@@ -33,6 +33,9 @@ class Node:
     """Bytes that forward allocates beside its reads and writes."""
     backward_scratch: int = 0
     """Bytes that backward allocates beside the saved values and gradients."""
+    heir: Value | None = None
+    """The input of a sum that takes over the memory of the output's gradient; inputs of its size share this memory
+    until then."""
     alive: list[Value] = field(default_factory=list)
     """Values that a variable of the caller keeps alive during this operation's forward."""
     flops: int = 0
@@ -46,6 +49,10 @@ class Node:
     """Bytes that an operation of many steps moves between them, in forward and in backward."""
     unpacked: int = 0
     """Bytes that backward writes when it reads a value that was saved in 8 bits."""
+    exact: Value | None = None
+    """The input, if it is saved in 8 bits; the operation saves the input itself if recompute drops this."""
+    packing_scratch: int = 0
+    """Bytes of backward_scratch if backward packs the input itself before it reads it."""
     is_packing: bool = False
     """True for the operation that packs a value in 8 bits."""
     is_linear: bool = False
@@ -61,3 +68,9 @@ class Layer:
     nodes: list[Node]
     sublayer_ends: list[int]
     """Indices into nodes, one past each sublayer's last."""
+
+
+def keep(nodes: list[Node], *values: Value) -> None:
+    """Let variables of a function whose last operation is the last of ``nodes`` keep values alive until it returns."""
+    if values:
+        nodes[-1].alive += values

@@ -146,30 +146,34 @@ class OperationBuilder:
         forward, backward = in_fp8 or (0, narrow)
         nodes: list[Node] = []
         more: dict[str, Any] = {"flops": self._product(weight), "is_linear": True, "narrow_gradient": narrow}
-        saved, unpack = self._saved_input(nodes, x, name)
-        backward = backward if saved is x else max(backward + x.size, unpack - weight)
+        saved, unpack, again = self._saved_input(nodes, x, name)
+        if saved is not x:
+            allocated = 0 if narrow else weight
+            more |= {"unpacked": x.size, "exact": x, "packing_scratch": max(backward + x.size, again - allocated)}
+            backward = max(backward + x.size, unpack - allocated)
         saves = [saved, *rounded]
-        more["unpacked"] = 0 if saved is x else x.size
         return [*nodes, Node([x], [y, *rounded], saves, region, parameters, forward, backward, **more)]
 
-    def _saved_input(self, nodes: list[Node], x: Value, name: str) -> tuple[Value, int]:
+    def _saved_input(self, nodes: list[Node], x: Value, name: str) -> tuple[Value, int, int]:
         """Append the packing of a map's input, if it is packed and no map of the same input has done so.
 
         Returns:
-            What the map saves in place of its input, and the bytes that are allocated while it is read.
+            What the map saves in place of its input, and the bytes that backward allocates while it reads this, and
+            while it packs and reads the input itself.
         """
         stored = saved_input(self.config, name)
         if stored is None:
-            return x, 0
+            return x, 0, 0
         width = self.widths[f"{name}.weight"]
         rows = x.size // (self.item * width)
         pack, unpack = pack_scratch(rows, width, self.item)
         if (id(x), stored) not in self._packed:
             packed = Value(stored, rows * packed_width(width))
-            region = (x.name, *PACKED_IN.get(stored, ()))
+            region = (*PACKED_IN.get(stored, ()), x.name)
             nodes.append(Node([x], [packed], [], region, forward_scratch=pack - packed.size, is_packing=True))
             self._packed[id(x), stored] = x, packed
-        return self._packed[id(x), stored][1], unpack
+        packed = self._packed[id(x), stored][1]
+        return packed, unpack, max(pack, packed.size + unpack)
 
     def _packed_activation(self, fc1: Value, activated: Value, width: int, region: tuple[str, ...]) -> list[Node]:
         """Return an activation function that saves its input [rows, width] in 8 bits; backward repeats forward."""
@@ -224,16 +228,20 @@ class OperationBuilder:
         flops = self._product(weight // experts) * self.config.moe_router_topk
         in_fp8 = grouped_scratch(self.config, name, self.tokens * self.config.moe_router_topk, x.size, y.size)
         rounded = self._saved_beside_input(name, bool(in_fp8))
-        saved, unpack = self._saved_input(nodes, x, name)
+        saved, unpack, again = self._saved_input(nodes, x, name)
         saves = [saved, *rounded]
+        more: dict[str, Any] = {"flops": flops}
+        narrow = self._narrow_gradient(name, bool(in_fp8)) if in_fp8 or saved is not x else 0
         # All experts' weight gradients exist twice while they are joined; the operands are freed by then.
         scratch = in_fp8 or (y.size, max(0, weight - y.size - sum(value.size for value in saves)))
         if saved is not x:  # each expert's products are copied into place
-            forward, backward = in_fp8 or (y.size // experts, max(x.size, weight) // experts)
-            scratch = (forward, max(backward + x.size, unpack - x.size - weight))
+            product = max(x.size, narrow or weight) // experts
+            forward, backward = in_fp8 or (y.size // experts, narrow + product)
+            allocated = x.size + (0 if narrow else weight)
+            more |= {"unpacked": x.size, "exact": x, "packing_scratch": max(backward + x.size, again - allocated)}
+            scratch = (forward, max(backward + x.size, unpack - allocated))
         parameters = weight + self.weights.get(f"{name}.{NAME}", 0)
-        narrow = self._narrow_gradient(name, True) if in_fp8 else 0
-        more: dict[str, Any] = {"flops": flops, "unpacked": 0 if saved is x else x.size, "narrow_gradient": narrow}
+        more["narrow_gradient"] = narrow
         nodes.append(Node([x], [y, *rounded], saves, ("mlp_output",), parameters, *scratch, **more))
 
     def _biased(

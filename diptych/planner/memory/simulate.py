@@ -79,6 +79,7 @@ class Simulation:
         saved_by_name: bytes saved for backward on the device by name, after forward.
         moved: bytes of the saved values that move to the host, by layer.
         moved_by_name: bytes of the saved values that move to the host, by name.
+        input_left_out: bytes of the first layer's input, if forward does not leave it on the device.
     """
 
     def __init__(self, length: int = 0, gradients: Gradients = "allocated", moving: MovingValues | None = None) -> None:
@@ -101,6 +102,7 @@ class Simulation:
         self._discarded: set[int] = set()
         self._moving = moving or MovingValues()
         self.moved: dict[int, int] = {}
+        self.input_left_out = 0
         self.moved_by_name: Counter[str] = Counter()
         self._leaving: dict[int, list[Value]] = {}
         """Saved values that move to the host, by layer."""
@@ -188,6 +190,8 @@ class Simulation:
         self.moved = {layer: sum(value.size for value in values) for layer, values in moved.items()}
         for value in chain.from_iterable(moved.values()):
             self.moved_by_name[value.name] += value.size
+        left = {id(value) for value in self._present.values()} - {id(v) for v in chain.from_iterable(moved.values())}
+        self.input_left_out = sum(value.size for value in first[-1].writes if id(value) not in left) if first else 0
         self.forward_peak = self.peak
         self._leaving = moved
         return nodes
@@ -242,6 +246,8 @@ class Simulation:
         last_read = {id(v): i for i, node in enumerate(nodes) for v in [*node.reads, *node.saves]}
         for _, region in regions:
             region.close(reads, keeps_output=region.nodes[-1] is nodes[-1])
+            if not region.is_whole:
+                _pack_in_backward(region.outputs, nodes[start:])
             if not region.outputs and not any(node.saves for node in region.nodes):
                 for node in region.nodes:  # nothing to discard: PyTorch does not recompute such a region
                     del self._region_of[id(node)]
@@ -303,7 +309,8 @@ class Simulation:
             parameters = 0 if is_deferred else node.parameters
             self._allocate(0 if is_rounded else parameters)
             new = 0
-            for value in {id(v): v for v in node.reads}.values():
+            shared = _share(node, gradients)
+            for value in {id(v): v for v in node.reads if id(v) not in shared}.values():
                 new += value.size
                 if id(value) not in gradients:
                     gradients[id(value)] = value.size
@@ -425,6 +432,34 @@ class Simulation:
 def _treatment(gradients: Gradients) -> tuple[bool, bool]:
     """Return whether backward adds gradients to earlier ones, and whether W computes those of linear maps."""
     return gradients in ("added", "deferred and added"), gradients in ("deferred", "deferred and added")
+
+
+def _share(node: Node, gradients: dict[int, int]) -> set[int]:
+    """Let the inputs of a sum have the memory of its output's gradient, and return the identities of these inputs.
+
+    Args:
+        node: the operation.
+        gradients: bytes of the gradients that exist, by identity of the value.
+    """
+    heir = node.heir
+    if heir is None or id(heir) in gradients:
+        return set()
+    gradients[id(heir)] = gradients.pop(id(node.writes[0]))
+    others = {id(value) for value in node.reads if value.size == heir.size and id(value) not in gradients}
+    gradients.update(dict.fromkeys(others, 0))
+    return {id(heir), *others}
+
+
+def _pack_in_backward(dropped: Iterable[Value], nodes: Iterable[Node]) -> None:
+    """Let operations whose input recompute drops save the input itself, which their backward packs and reads."""
+    exact = {id(value) for value in dropped}
+    for node in nodes:
+        if node.is_packing and id(node.reads[0]) in exact:
+            node.writes = []
+            node.forward_scratch = 0
+        if node.exact is not None and id(node.exact) in exact:
+            node.saves = [node.exact, *node.saves[1:]]
+            node.backward_scratch = node.packing_scratch
 
 
 def _reads(nodes: Iterable[Node]) -> Counter[int]:

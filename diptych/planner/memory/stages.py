@@ -151,8 +151,12 @@ class _StageBuilder(GraphBuilder):
         if config.cp_exchange == PIPELINED:  # keys of other ranks belong to the rank's first sequence only
             keys = self.tokens + max(tokens_before(self.cp_size, self.tokens, self.length_of_all))
         k, v = (Value(f"{value.name} of all ranks", value.size * keys // self.tokens) for value in own)
+        if config.cp_exchange == PIPELINED:
+            joined = self._prepended(nodes, own, (k, v))
+            self._masked_attention(nodes, (q, k, v), attended, (self.tokens, keys), mixer, joined)
+            return
         for value, all_ in zip(own, (k, v), strict=True):
-            parts = 0 if config.cp_exchange == PIPELINED else all_.size
+            parts = all_.size
             nodes.append(Node([value], [all_], [], region, forward_scratch=parts, backward_scratch=parts))
         if layout != "zigzag":
             self._masked_attention(nodes, (q, k, v), attended, (self.tokens, keys), mixer)
@@ -172,6 +176,23 @@ class _StageBuilder(GraphBuilder):
             self._masked_attention(nodes, (queries, k, v), outputs, sizes, mixer)
         nodes.append(Node([outputs for _, outputs, _ in halves], [attended], [], region))
 
+    def _prepended(self, nodes: list[Node], own: list[Value], all_: tuple[Value, Value]) -> Value:
+        """Append the join of received keys and values with the rank's own, and return it; two views of it are read.
+
+        Args:
+            nodes: operations so far.
+            own: keys and values of the rank's tokens.
+            all_: keys and values with those that were received; they become views.
+        """
+        parts = sum(value.size for value in own)
+        joined = Value("keys and values of all ranks", sum(value.size for value in all_))
+        scratch = parts + 2 * (joined.size - parts)  # the rank's own, what is received, and the shape that it has
+        nodes.append(Node(own, [joined], [], ("core_attn",), forward_scratch=scratch))
+        nodes.append(Node([joined], [*all_], [], ("core_attn",)))
+        for value in all_:
+            value.is_view = True
+        return joined
+
     def _masked_attention(
         self,
         nodes: list[Node],
@@ -179,6 +200,7 @@ class _StageBuilder(GraphBuilder):
         found: Value,
         sizes: tuple[int, int],
         mixer: str,
+        joined: Value | None = None,
     ) -> None:
         """Append softmax attention with a mask.
 
@@ -188,9 +210,11 @@ class _StageBuilder(GraphBuilder):
             found: output.
             sizes: numbers of queries and of keys, including masked ones.
             mixer: kind of the layer's mixer.
+            joined: memory of which keys and values are views; None: they have their own.
         """
         region = ("core_attn",)
         q, k, v = operands
+        kept_k, kept_v = (joined or value for value in (k, v))
         pairs = math.prod(sizes)
         heads, _, key, value = self.config.attention_heads(mixer)
         scored, mixed = (2 * pairs * heads * width for width in (key, value))
@@ -199,7 +223,7 @@ class _StageBuilder(GraphBuilder):
         if self.config.use_flash_attn:  # the mask is added to the scores, as floating-point numbers
             statistics = Value("attention statistics", found.size // self.item // value * self.wide)
             added = Value("attention mask", pairs * self.item)
-            saves = [q, k, v, found, statistics, added]
+            saves = [q, *dict.fromkeys((kept_k, kept_v)), found, statistics, added]
             tile = self._attention_tile(*sizes)
             scratch = {"forward_scratch": tile, "backward_scratch": 2 * tile + found.size}
             more = {"flops": scored + mixed, "recomputed_flops": scored, "alive": [mask], **scratch}
@@ -211,7 +235,7 @@ class _StageBuilder(GraphBuilder):
         weights = Value("attention_weights", count * self.item)
         begin = len(nodes)
         nodes += [
-            Node([q, k], [scores], [q, k], region, flops=scored),
+            Node([q, k], [scores], [q, kept_k], region, flops=scored),
             Node([scores], [scaled], [], region),
             Node([scaled], [filled], [mask], region),
         ]
@@ -219,7 +243,7 @@ class _StageBuilder(GraphBuilder):
         nodes += [
             Node([filled], [softmax], [softmax], region, backward_scratch=softmax.size),  # a contiguous copy
             Node([softmax], [weights], [], region),  # as the product reads them
-            Node([weights, v], [found], [weights, v], region, flops=mixed),
+            Node([weights, v], [found], [weights, kept_v], region, flops=mixed),
         ]
         for node in nodes[begin + 2 :]:
             node.alive.append(scaled)
