@@ -20,7 +20,7 @@ from diptych.plans.model.operations import (
 )
 from diptych_kernels import autodiff_rules
 from diptych_kernels.autodiff_rules import Array, Operation, Sinkhorn, dtype_name
-from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, BoundarySequences, DeltaRule, StateExchange
+from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, BoundarySequences, DeltaRule, KernelStateExchange
 from diptych_kernels.delta_rule.launch_configs import parts_of
 from diptych_kernels.launch_configs import Launch, Write, wide
 
@@ -402,7 +402,7 @@ class Functions(ABC):
         chunk_size: int,
         scale: float,
         recompute: bool = True,
-        ranks: StateExchange | None = None,
+        exchange: KernelStateExchange | None = None,
         boundary: BoundarySequences | None = None,
     ) -> tuple[Array, Array]:
         """Compute outputs and final states of the gated delta rule (arXiv 2412.06464; KDA: arXiv 2510.26692).
@@ -415,14 +415,15 @@ class Functions(ABC):
             k: keys. [B, T, H, K]
             v: values. [B, T, HV, V], V <= 256
             g: log decay, natural log, <= 0. [B, T, HV, K], or [B, T, HV] for one decay per head
-            beta: step sizes. [B, T, HV]
+            beta: write strengths. [B, T, HV]
             initial: initial states. [N, HV, K, V]; None: zeros
-            tables: chunks and sequences of the concatenated rows.
+            tables: chunks and sequences of the concatenated tokens.
             chunk_size: tokens per chunk of the tables: 16, 32 or 64.
             scale: factor of the queries.
-            recompute: recompute in backward what chunks need, besides their matrices, instead of saving it.
-            ranks: exchange between context-parallel ranks; None: complete sequences.
-            boundary: the rank's boundary sequences, given if and only if ranks is; None: complete sequences.
+            recompute: True: save A_qk, A_kk, the inverse, beta and the decays of chunks, and recompute decayed q and k,
+                states and errors in backward; False: save them all.
+            exchange: exchange of states between context-parallel ranks; None: complete sequences.
+            boundary: the rank's boundary sequences, given if and only if exchange is; None: complete sequences.
 
         Returns:
             The outputs [B, T, HV, V], in the type of v, and the final states [N, HV, K, V] in float32 (float64 for
@@ -447,7 +448,7 @@ class Functions(ABC):
         if initial is None:
             initial = self.zeros((sequences.shape[0], value_heads, q.shape[-1], width), dtype, q)
         parts = parts_of(len(tables.chunks), len(tables.sequences), value_heads, width) if tables.known else 1
-        static = DeltaRule(len(g.shape) == 4, float(scale), chunk_size, recompute, parts, ranks)
+        static = DeltaRule(len(g.shape) == 4, float(scale), chunk_size, recompute, parts, exchange)
         arrays = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta)]
         part_sequences = sequences if parts == 1 else self.integers(tables.cut(parts, chunk_size), q)
         arrays += [initial, self.integers(tables.chunks, q), sequences, part_sequences]

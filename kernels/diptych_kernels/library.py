@@ -45,8 +45,8 @@ class _Shapes:
 
 
 def is_registered(operation: Operation, static: Any) -> bool:
-    """Return True if an operation is registered and ``static`` can be written as text, which excludes ranks."""
-    return operation.name in _REGISTERED and getattr(static, "ranks", None) is None
+    """Return True if an operation is registered and ``static`` can be written as text, which excludes an exchange."""
+    return operation.name in _REGISTERED and getattr(static, "exchange", None) is None
 
 
 def text_of(static: Any) -> str:

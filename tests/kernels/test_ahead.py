@@ -117,7 +117,7 @@ def test_every_kernel_of_the_delta_rule_is_launched_and_has_candidates(per_chann
     launched = {r.launch.kernel.rsplit(".", 1)[1] for both in (True, False) for r in ahead.delta_rule(both)}
     assert launched == set(CANDIDATES) == found
     alone = {r.launch.kernel.rsplit(".", 1)[1] for r in ahead.delta_rule(per_channel)}
-    assert ("decayed" in alone, "products_by_head" in alone) == (per_channel, not per_channel)
+    assert ("decay_queries_and_keys" in alone, "terms_by_head" in alone) == (per_channel, not per_channel)
 
 
 @given(
@@ -142,7 +142,7 @@ def test_no_compiled_kernel_of_the_delta_rule_depends_on_the_number_of_tokens(
 def test_flops_and_bytes_of_the_delta_rule_are_those_of_the_design():
     """182 kFLOP and 1284 bytes a token and head are the least for KDA's forward at K = V = 128, C = 64."""
     forward = [r for r in ahead.delta_rule(True, parts=1) if "gradients" not in r.launch.kernel][:3]
-    assert [r.launch.kernel.rsplit(".", 1)[1] for r in forward] == ["terms_by_channel", "solve", "scan_forward"]
+    assert [r.launch.kernel.rsplit(".", 1)[1] for r in forward] == ["terms_by_channel", "invert", "scan_forward"]
     count = 8192 * 32
     assert 0.7 * 182_000 < sum(r.flops() for r in forward) / count < 1.1 * 182_000
     assert 1284 < sum(r.all_bytes() for r in forward) / count < 4_200

@@ -290,7 +290,7 @@ def test_benchmark_of_the_delta_rule_has_a_row_a_kernel(capsys):
     assert {*content["maps_relative_to_forward"]} == {"kda", "gdn"}
     json.dumps(content)
     delta_rule_kernels.show(Console(), content)
-    assert "products.solve" in capsys.readouterr().out
+    assert "products.invert" in capsys.readouterr().out
 
 
 def test_recorded_operations_know_every_launch():
