@@ -14,7 +14,7 @@ from torch import Tensor
 from diptych_kernels import autodiff_rules, tuning
 from diptych_kernels.autodiff_rules import Operation
 from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, DeltaRule
-from diptych_kernels.launch_configs import Launch, Sinkhorn, Write
+from diptych_kernels.launch_configs import Launch, MappingOptions, Write
 
 NAMESPACE = "diptych"
 OPERATIONS = (
@@ -28,7 +28,7 @@ OPERATIONS = (
     DELTA_RULE,
 )
 _REGISTERED: set[str] = set()
-_STATIC = {kind.__name__: kind for kind in (Sinkhorn, Write, DeltaRule)}
+_STATIC = {kind.__name__: kind for kind in (MappingOptions, Write, DeltaRule)}
 
 
 class _Shapes:

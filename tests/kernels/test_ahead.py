@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from diptych_kernels import aot as ahead
 from diptych_kernels import autodiff_rules
-from diptych_kernels.launch_configs import CANDIDATES, Sinkhorn, Write
+from diptych_kernels.launch_configs import CANDIDATES, MappingOptions, Write
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 
@@ -176,25 +176,26 @@ def test_bytes_of_a_connection_are_those_in_the_docs():
     def moved(operation, static, *inputs):
         return sum(entry.ideal_bytes(8192) for entry in ahead.launches_of(operation, static, inputs))
 
-    sinkhorn = Sinkhorn(20, "row", epsilon=1e-5)
+    options = MappingOptions(20, "row", rms_epsilon=1e-5)
     write = moved(autodiff_rules.WRITE, Write("mix", True, False), x, h_res, y, None, h, None, None, None)
-    mappings = moved(autodiff_rules.COMPUTE_MAPPINGS, sinkhorn, x, phi, alpha, bias)
+    mappings = moved(autodiff_rules.COMPUTE_MAPPINGS, options, x, phi, alpha, bias)
     aggregate = moved(autodiff_rules.AGGREGATE, None, x, h)
     addition = 3 * 2 * s * d
     totals = (
-        write + moved(autodiff_rules.READ_THROUGH, sinkhorn, x, phi, alpha, bias),
-        write + moved(autodiff_rules.READ, sinkhorn, x, phi, alpha, bias) + addition,
+        write + moved(autodiff_rules.READ_WITH_RESIDUAL, options, x, phi, alpha, bias),
+        write + moved(autodiff_rules.READ, options, x, phi, alpha, bias) + addition,
         write + mappings + aggregate + 2 * addition,
     )
     assert [round(total / 1000) for total in totals] == [411, 476, 599]
 
 
-@pytest.mark.parametrize(("operation", "width"), [("READ", 4096), ("READ_THROUGH", 100)])
+@pytest.mark.parametrize(("operation", "width"), [("READ", 4096), ("READ_WITH_RESIDUAL", 100)])
 def test_the_sum_of_gradients_compiles_with_and_without_that_of_the_write(operation, width):
     """Widths that are no multiple of a tile have another branch."""
     shapes = [((8192, 4, width), "bfloat16"), ((4 * width, 24), "float32"), ((3,), "float32"), ((24,), "float32")]
     inputs = [ahead.Shape(*shape) for shape in shapes]
-    launches = ahead.launches_of(getattr(autodiff_rules, operation), Sinkhorn(20, "row", epsilon=1e-5), inputs)
+    options = MappingOptions(20, "row", rms_epsilon=1e-5)
+    launches = ahead.launches_of(getattr(autodiff_rules, operation), options, inputs)
     (entry,) = (entry for entry in launches if entry.launch.kernel == "coefficients.project_backward")
     assert ahead.resources(entry, 90).spilled == 0
 
@@ -203,14 +204,17 @@ def test_the_sum_of_gradients_compiles_with_and_without_that_of_the_write(operat
 
 TOKEN_SIZED = {
     "x_ptr",
-    "y_ptr",
+    "residual_ptr",
+    "output_ptr",
     "out_ptr",
+    "next_ptr",
     "dx_ptr",
-    "dy_ptr",
+    "dresidual_ptr",
+    "doutput_ptr",
     "grad_ptr",
     "h_res_ptr",
     "dh_res_ptr",
-    "through_ptr",
+    "residual_grad_ptr",
     "projected_ptr",
     "dprojected_ptr",
     "logits_ptr",
