@@ -209,7 +209,7 @@ def show(console: Console, rows: list[Row], slow: list[dict[str, Any]]) -> None:
         "to device, MiB",
         "to host, MiB",
         "copies",
-        "late",
+        "misses",
         "resident layers, MiB (plan)",
     ):
         table.add_column(heading, justify="right")

@@ -14,16 +14,7 @@ _MODULES = {
     "add_hyper_connections": "added_connections",
 }
 
-__all__ = [
-    "GPTModel",
-    "TransformerBlock",
-    "TransformerLayer",
-    "HyperConnectionModule",
-    "sinkhorn",
-    "Trainer",
-    "recompute_modules",
-    "add_hyper_connections",
-]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ from jaxtyping import DTypeLike, Float, Int, UInt8
 
 from diptych.plans.activation_storage import ACTIVATION_INPUT, QUANTIZATION, packed_width
 from diptych.plans.fp8 import ProductRecipe
+from diptych_kernels.mesh_axes import match_varying_axes
 from jax_impl.autograd import differentiable_once
 from jax_impl.fp8 import ALONE, SharingRanks, dequantize, quantize
 from jax_impl.grouped_fp8 import fp8_grouped_linear
@@ -83,7 +84,7 @@ class PackedProducts(LinearProducts):
     def __call__(self, x: Array, weight: Array, scales: Array | None = None, packed: Array | None = None) -> Array:
         """Return x @ weight.T, differentiably; ``packed`` is x as packed_for_backward returns it."""
         assert packed is not None, "a map with packed products packs its input"
-        return _packed_linear(self, x, weight, scales, packed)
+        return _packed_linear(self, *match_varying_axes((x, weight, scales, packed)))
 
     def read(self, saved: Array, width: int, dtype: DTypeLike) -> Array:
         """Return the values of a packed input."""
@@ -154,7 +155,7 @@ def packed_grouped_linear(
     Returns:
         [M, O] in the type of x.
     """
-    return _packed_grouped((recipe, ranks), x, weight, sizes, scales, packed)
+    return _packed_grouped((recipe, ranks), *match_varying_axes((x, weight, sizes, scales, packed)))
 
 
 def _by_groups(

@@ -19,6 +19,8 @@ from diptych.plans.amax_history import (
     scale_exponents,
 )
 from diptych.plans.fp8 import ProductRecipe
+from diptych_kernels.mesh_axes import match_varying_axes
+from jax_impl.carry import without_gradient_unless_read
 from jax_impl.fp8 import GRADIENTS, amax, rounded_to
 
 
@@ -39,7 +41,6 @@ def delayed_scales(history: Float[Array, "3 1 1 e"], recipe: ProductRecipe, fact
     return jnp.where(is_valid(history), scales.at[GRADIENTS].divide(factor), jnp.nan)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def observe(
     y: Float[Array, "*b o"],
     x: Float[Array, "*b i"],
@@ -56,6 +57,13 @@ def observe(
         history: its history. SHAPE
         factor: see delayed_scales.
     """
+    history = without_gradient_unless_read(history)
+    return _observe(*match_varying_axes((y, x, weight, history)), factor)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _observe(y: Array, x: Array, weight: Array, history: Array, factor: int) -> Array:
+    """Return the output."""
     del x, weight, history, factor
     return y
 
@@ -73,7 +81,7 @@ def _backward(factor: int, exponents: Array, gradient: Array) -> tuple[Array, No
     return gradient, None, None, observed(exponents, jnp.arange(EXPONENTS), jnp).astype(jnp.float32)
 
 
-observe.defvjp(_forward, _backward)
+_observe.defvjp(_forward, _backward)
 
 
 def _exponent(x: Array, factor: int = 1) -> Array:

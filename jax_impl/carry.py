@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 
 class Carry:
@@ -19,11 +19,13 @@ class Carry:
     Args:
         received: messages of the previous rank, in the order of the layers; None: unknown, and zeros replace them.
         first: index of the message that the next layer receives.
+        is_read: scalar that is False if the loop drops the result of the call; None: it is read.
     """
 
-    def __init__(self, received: Sequence[Array] | None, first: int = 0) -> None:
+    def __init__(self, received: Sequence[Array] | None, first: int = 0, is_read: Array | None = None) -> None:
         self.received = received
         self.first = first
+        self.is_read = is_read
         self.sent: list[Array] = []
 
 
@@ -58,15 +60,27 @@ def relay(shape: tuple[int, ...], dtype: Any, compute: Callable[[Array], tuple[A
 
 
 def with_carry(
-    run: Callable[..., Any], received: Sequence[Array] | None
+    run: Callable[..., Any], received: Sequence[Array] | None, is_read: Array | None = None
 ) -> Callable[..., tuple[Any, tuple[Array, ...]]]:
     """Return a function that runs ``run`` and returns its result and the messages that its layers send.
 
     Args:
         run: the model.
         received: messages for its layers; see Carry.
+        is_read: see Carry.
     """
-    return _with(run, Carry(received))
+    return _with(run, Carry(received, is_read=is_read))
+
+
+def without_gradient_unless_read(x: Array) -> Array:
+    """Return an array whose gradient is 0 in a call of the model whose result the loop drops.
+
+    Such a call computes with arrays of no microbatch. All other gradients are 0 there, because that of its result is.
+    """
+    carry = _CARRY.get()
+    if carry is None or carry.is_read is None:
+        return x
+    return jnp.where(carry.is_read, x, lax.stop_gradient(x))
 
 
 def carried_through(
@@ -83,18 +97,23 @@ def carried_through(
         carry = _CARRY.get()
         if carry is None:
             return transform(run)(*args)
-        result, sent = transform(_with(run, Carry(carry.received, carry.first + len(carry.sent))))(*args)
+        result, sent = transform(_with(run, _following(carry)))(*args)
         carry.sent.extend(sent)
         return result
 
     return collected
 
 
+def _following(carry: Carry) -> Carry:
+    """Return a carry with the messages of the next layers."""
+    return Carry(carry.received, carry.first + len(carry.sent), carry.is_read)
+
+
 def _with(run: Callable[..., Any], carry: Carry) -> Callable[..., tuple[Any, tuple[Array, ...]]]:
     """Return a function that runs ``run`` with the messages of ``carry`` and returns those that its layers send."""
 
     def run_and_collect(*args: Any) -> tuple[Any, tuple[Array, ...]]:
-        own = Carry(carry.received, carry.first)  # a new one for each trace
+        own = _following(carry)  # a new one for each trace
         before = _CARRY.set(own)
         try:
             return run(*args), tuple(own.sent)

@@ -14,7 +14,7 @@ from jaxtyping import DTypeLike, Float
 
 from diptych.plans.fp8 import EXPONENT_BITS, ProductRecipe, Quantization, blocks_of, check_scales
 from diptych.plans.model import operations
-from diptych_kernels.mesh_axes import vary
+from diptych_kernels.mesh_axes import match_varying_axes, vary
 from jax_impl.autograd import differentiable_once
 from jax_impl.linear_products import LinearProducts, as_matrix, multiply
 from jax_impl.operands import operand
@@ -143,7 +143,7 @@ class Fp8Products(LinearProducts):
     def __call__(self, x: Array, weight: Array, scales: Array | None = None, packed: Array | None = None) -> Array:
         """Return x @ weight.T in the type of x, differentiably."""
         del packed
-        return _linear(self, x, weight, scales)
+        return _linear(self, *match_varying_axes((x, weight, scales)))
 
     def input_gradient(self, x: Array, weight: Array, gradient: Array, scales: Array | None = None) -> Array:
         """Return the gradient of x, in its shape and type, from that of the output."""

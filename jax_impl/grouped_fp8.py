@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from diptych.plans.fp8 import BLOCK, ProductRecipe, Quantization, check_scales
 from diptych.plans.model import operations
+from diptych_kernels.mesh_axes import match_varying_axes
 from jax_impl.autograd import differentiable_once
 from jax_impl.fp8 import ALONE, GRADIENTS, INPUTS, WEIGHTS, SharingRanks, dequantize, quantize, rounded_to
 from jax_impl.operands import operand
@@ -52,7 +53,7 @@ def fp8_grouped_linear(
     """
     operations.check_grouped_linear(operand("x", x), operand("weight", weight), sizes.shape)
     check_scales(recipe, None if scales is None else operand("scales", scales))
-    return _grouped(_Kinds(recipe, ranks), x, weight, sizes.astype(jnp.int32), scales)
+    return _grouped(_Kinds(recipe, ranks), *match_varying_axes((x, weight, sizes.astype(jnp.int32), scales)))
 
 
 class _Kinds(NamedTuple):

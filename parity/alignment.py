@@ -11,6 +11,7 @@ from flax import nnx
 from torch import nn
 
 from parity.implementations import CallInputs, JaxImplementation
+from parity.jax_programs import nnx_variables
 from parity.names import Link, Links, star_pattern
 from parity.pytrees import Leaves, map_arrays
 from parity.recording import Call, Calls, nnx_submodules
@@ -248,9 +249,9 @@ def jax_names(model: Any, paths: Sequence[str]) -> Names:
     """
     if isinstance(model, nnx.Module):
         # nnx names a shared variable by the first of its paths.
-        whole = {id(value): name for name, value in _nnx_variables(model).items()}
+        whole = {id(value): name for name, value in nnx_variables(model).items()}
         return {
-            path: {name: whole[id(value)] for name, value in _nnx_variables(module).items()}
+            path: {name: whole[id(value)] for name, value in nnx_variables(module).items()}
             for path, module in nnx_submodules(model).items()
         }
     found: Names = {}
@@ -262,11 +263,6 @@ def jax_names(model: Any, paths: Sequence[str]) -> Names:
             for name in _leaf_names(_subtree(tree, path)):
                 inside[start + name] = f"{start}{path}.{name}" if path else start + name
     return found
-
-
-def _nnx_variables(module: nnx.Module) -> dict[str, Any]:
-    nodes = nnx.iter_graph(module)
-    return {".".join(map(str, path)): value for path, value in nodes if isinstance(value, nnx.Variable)}
 
 
 def _subtree(tree: Any, path: str) -> Any:

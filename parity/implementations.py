@@ -7,7 +7,6 @@ caller's module does not change.
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -475,12 +474,3 @@ def _jax_array(array: np.ndarray, dtype: str | None) -> jax.Array:
             "compare in float64 only (dtypes=['float64'])"
         )
     return jnp.asarray(rounded(array, dtype))
-
-
-def accepts(function: Callable, name: str) -> bool:
-    """Return True if a function accepts a keyword argument, as far as its signature says."""
-    try:
-        found = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return True
-    return name in found or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())

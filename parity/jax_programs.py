@@ -160,9 +160,9 @@ def _nnx_program(
             leaf = flat[path]
             filled[path] = leaf.replace(values[name]) if isinstance(leaf, nnx.Variable) else values[name]
         merged = nnx.merge(graph, nnx.from_flat_state(filled))
-        before = {name: _raw(leaf) for name, leaf in _variables(merged).items()}
+        before = {name: _raw(leaf) for name, leaf in nnx_variables(merged).items()}
         output = observe(merged, lambda: function(merged, *args, **kwargs))
-        after = {name: _raw(leaf) for name, leaf in _variables(merged).items()}
+        after = {name: _raw(leaf) for name, leaf in nnx_variables(merged).items()}
         return output, {name: after[name] for name in floating if after.get(name) is not before.get(name)}
 
     parameters = {name: values_of[path] for name, path in floating.items()}
@@ -171,7 +171,7 @@ def _nnx_program(
     return JaxProgram(apply, parameters, trainable, constants)
 
 
-def _variables(module: nnx.Module) -> dict[str, nnx.Variable]:
+def nnx_variables(module: nnx.Module) -> dict[str, nnx.Variable]:
     """Return the variables of a module by name."""
     nodes = nnx.iter_graph(module)
     return {".".join(map(str, path)): value for path, value in nodes if isinstance(value, nnx.Variable)}

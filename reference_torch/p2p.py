@@ -15,6 +15,7 @@ the sends and keeps the tensors alive until they are sent.
 import datetime
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol, runtime_checkable
 
@@ -388,15 +389,10 @@ class P2PCommunicator:
         return channels
 
 
+@dataclass(eq=False)
 class _Receive:
     """A pending receive of one tensor: its buffers and works."""
 
-    def __init__(
-        self,
-        header: tuple[dist.Work, Tensor] | None,
-        content: tuple[dist.Work | None, Tensor] | None,
-        shape: Shape,
-    ) -> None:
-        self.header = header
-        self.content = content
-        self.shape = shape
+    header: tuple[dist.Work, Tensor] | None
+    content: tuple[dist.Work | None, Tensor] | None
+    shape: Shape

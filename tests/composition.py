@@ -590,7 +590,7 @@ def _rounds_parts(model: TransformerConfig) -> bool:
     if model.fp8_recipe == "blockwise" and model.tensor_model_parallel_size * model.context_parallel_size > 1:
         return model.hidden_size % BLOCK != 0
     attention = "attention" in model.mixers and model.query_groups < model.tensor_model_parallel_size
-    latent = "mla" in model.mixers and model.tensor_model_parallel_size > 1
+    latent = bool(model.mixers & {"kda", "mla"}) and model.tensor_model_parallel_size > 1
     states = bool(model.mixers & {"gdn", "kda"}) and model.linear_heads[0] < model.tensor_model_parallel_size
     return attention or latent or states
 

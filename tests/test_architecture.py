@@ -41,7 +41,7 @@ MODULES = {
     "scaled_products": set(),
     "fp8": {"autograd", "groups", "linear_products", "operands", "scaled_products"},
     "grouped_fp8": {"autograd", "fp8", "operands"},
-    "amax_history": {"autograd", "fp8"},
+    "amax_history": {"autograd", "carry", "fp8"},
     "activation_storage": {"autograd", "fp8", "grouped_fp8", "linear_products", "ops", "recompute"},
     "history_adamw": set(),
     "history_updates": set(),

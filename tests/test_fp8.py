@@ -14,11 +14,14 @@ import torch
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
 from diptych.plans import fp8 as plan
 from diptych.plans.config import TrainConfig, TransformerConfig
+from diptych.plans.model.parameters import mlp_specs
 from jax_impl import fp8 as in_jax
 from jax_impl import grouped_fp8 as jax_experts
+from jax_impl.modules import Linear as JaxLinear
 from jax_impl.transformer import GPTModel as JaxModel
 from parity.compare import relative_difference
 from reference_torch import fp8 as in_torch
@@ -289,6 +292,35 @@ def test_second_derivatives_are_refused(recipe):
 
     with pytest.raises(RuntimeError, match="expected to be differentiated once"):
         jax.jit(jax.grad(slope))(x)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("storage", [None, "fp8"])
+@pytest.mark.parametrize("recipe", [None, "current", "delayed"])
+def test_shard_map_sums_the_gradients_of_a_weight_that_all_devices_have(recipe, storage, grouped):
+    """In JAX: the weight is replicated, and the rows are divided."""
+    experts = {"layer_pattern": "attention+moe", "num_moe_experts": 2} if grouped else {}
+    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {}
+    config = replace(CONFIG, bf16=False, activation_storage=storage, **fp8, **experts)
+    name = "experts.linear_fc1" if grouped else "linear_fc1"
+    linear = JaxLinear(config, f"decoder.layers.0.mlp.{name}", mlp_specs(config, 0)[name])
+    graph, params = nnx.split(linear, nnx.Param)
+    x = jnp.asarray(normal(0, 6, config.hidden_size, dtype=np.float32))
+
+    def loss(params, x):
+        linear = nnx.merge(graph, params)
+        y = linear.by_groups(x, jnp.array([2, 4])) if grouped else linear(x[None])[0]
+        return (y * jnp.cos(y)).sum()
+
+    by = PartitionSpec(), PartitionSpec("cp")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("cp",))
+    divided = jax.shard_map(
+        lambda params, x: jax.lax.psum(loss(params, x), "cp"), mesh=mesh, in_specs=by, out_specs=PartitionSpec()
+    )
+    found, expected = (jax.jit(jax.grad(each, argnums=(0, 1)))(params, x) for each in (divided, loss))
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.any(np.asarray(theirs))
+        assert relative_difference(np.asarray(ours), np.asarray(theirs)) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -102,7 +102,7 @@ def split_cost(saves: str) -> float:
     stages = divide_model(GPTModel, WIDE, schedule_for(WIDE, 2), training=True)
     params = nnx.split(GPTModel(undivided(WIDE)), nnx.Param)[1]
     staged = stages.stack(dict(zip(names_of(params), jax.tree.leaves(params), strict=True)))
-    rank = StagedParameters(jax.tree.map(lambda x: jnp.asarray(x[0]), staged.layers), staged.ends)
+    rank = StagedParameters(jax.tree.map(lambda x: jnp.asarray(x[0]), staged.layers), staged.replicated)
     tokens = jnp.zeros((2, WIDE.seq_length), jnp.int32)
     task = Task(rank, Batch(tokens, tokens, jnp.zeros(2, jnp.int32), jnp.uint32(0)), jnp.int32(0), jnp.int32(0))
     x = jnp.zeros((2, WIDE.seq_length, WIDE.hidden_size), WIDE.compute_dtype)

@@ -82,7 +82,7 @@ def simulate_offload(
         transfer += duration
         return link_free
 
-    for step in plan.steps:
+    for step in plan.moves:
         for layer in step.fetches:
             ready[layer] = copy(layer)
         waited.append(max(0.0, ready.get(step.use.layer, 0.0) - now))

@@ -8,6 +8,7 @@ from pathlib import Path
 from diptych.planner.search import without_searched_settings
 from diptych.planner.step_time import Machine
 from diptych.plans.config import TransformerConfig
+from diptych.plans.config.rules import check_at_least
 from diptych.plans.schedule.placement import ScheduleName
 
 LEAST_RATE = 1e-6
@@ -93,17 +94,8 @@ class PlanRequest:
                 raise ValueError(
                     f"{name}: expected a number from {LEAST_RATE:g} to {MOST_RATE:g}, got {getattr(self, name)}"
                 )
-        sizes = (
-            "micro_batch_size",
-            "num_microbatches",
-            "data_parallel_size",
-            "num_results",
-            "ranks",
-            "global_batch_size",
-        )
-        for name in sizes:
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        sizes = ("micro_batch_size", "num_microbatches", "data_parallel_size", "num_results", "ranks")
+        check_at_least(1, **{name: getattr(self, name) for name in (*sizes, "global_batch_size")})
         self._check_generation()
         if self.generate_schedule is None and (self.memory_limit is None) != (self.ranks is None):
             missing = "ranks" if self.ranks is None else "memory_limit"

@@ -31,6 +31,7 @@ from diptych.planner.step_time import (
     wavefront_delay,
 )
 from diptych.plans.config import TransformerConfig
+from diptych.plans.config.rules import check_at_least
 from diptych.plans.mesh import undivided
 from diptych.plans.recompute import NO_RECOMPUTE
 from diptych.plans.schedule.named import check_sizes, schedule_for
@@ -41,17 +42,16 @@ from diptych.plans.training import check_microbatch
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "layernorm": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
-    "mhc + layernorm": {"recompute_granularity": "selective", "recompute_modules": ("mhc", "layernorm")},
-    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
-    "layernorm + activation": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "activation")},
-    "mhc + layernorm + activation": {
-        "recompute_granularity": "selective",
-        "recompute_modules": ("mhc", "layernorm", "activation"),
-    },
-    "layernorm + core_attn + mlp": {
-        "recompute_granularity": "selective",
-        "recompute_modules": ("layernorm", "core_attn", "mlp"),
+    **{
+        " + ".join(modules): {"recompute_granularity": "selective", "recompute_modules": modules}
+        for modules in (
+            ("layernorm",),
+            ("mhc", "layernorm"),
+            ("core_attn",),
+            ("layernorm", "activation"),
+            ("mhc", "layernorm", "activation"),
+            ("layernorm", "core_attn", "mlp"),
+        )
     },
     "whole layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
@@ -218,9 +218,7 @@ def _undominated(found: list[Found]) -> list[Found]:
 
 
 def _check_request(ranks: int, memory_limit: int, count: int, schedules: tuple[str, ...]) -> None:
-    for name, value in (("ranks", ranks), ("memory_limit", memory_limit), ("count", count)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+    check_at_least(1, ranks=ranks, memory_limit=memory_limit, count=count)
     if unknown := [name for name in schedules if name not in SCHEDULES]:
         raise ValueError(f"schedules: expected some of {SCHEDULES}, got {unknown[0]!r}")
 

@@ -206,7 +206,8 @@ class StageTimes:
     ) -> tuple[float, float]:
         """Return the seconds of F and I of the first layer of a block, without those of a replay of several layers."""
         if len(block.layers) > 1:
-            layer_settings, block = layer_settings[:1], RecomputeBlock("none", block.layers[:1])
+            layer_settings = layer_settings[:1]
+            block = RecomputeBlock("none", block.layers[:1])
         return self.of_block(config, layer_settings, block, batch)[:2]
 
     def _with_copies(self, config: TransformerConfig, blocks: "BlocksOfStage", batch: int) -> list[StageTime]:

@@ -84,29 +84,6 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, title: str | Non
     return Timeline(schedule, bars, title)
 
 
-def draw_timeline(
-    schedule: Schedule, costs: Costs | None, target: "Path | str | Axes", title: str | None = None
-) -> None:
-    """Draw one schedule, into a file or into axes.
-
-    Args:
-        schedule: any valid schedule.
-        costs: times of actions and messages; None: the defaults of Costs.
-        target: a .png or .svg to write, or matplotlib axes, which get no legend.
-        title: None: name, makespan and bubble share.
-
-    Raises:
-        ValueError: the file is neither .png nor .svg.
-    """
-    timeline = timeline_of(schedule, costs, title)
-    if isinstance(target, (str, Path)):
-        draw_timelines([timeline], target)
-        return
-    position = target.get_position()
-    size = target.figure.get_size_inches()  # pyright: ignore[reportAttributeAccessIssue]
-    _draw(target, timeline, timeline.end, 72 * position.width * size[0], 72 * position.height * size[1])
-
-
 def draw_timelines(
     timelines: Sequence[Timeline], path: Path | str | None = None, unit: str = "a stage's forward is 1"
 ) -> "Figure":

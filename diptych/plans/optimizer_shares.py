@@ -12,10 +12,7 @@ in float32.
 Reference: Rajbhandari et al., arXiv 1910.02054, section 5.1 (stage 1 of ZeRO).
 """
 
-import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from diptych.plans.config import TransformerConfig
 
@@ -46,16 +43,6 @@ def own_share(entries: int, ranks: int, rank: int) -> slice:
     """
     size = share_size(entries, ranks)
     return slice(min(entries, rank * size), min(entries, (rank + 1) * size))
-
-
-def join_shares(shares: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Return the whole array of the shares of all ranks, in the order of the ranks.
-
-    Args:
-        shares: flat shares; the last ones may be padded.
-        shape: shape of the whole array.
-    """
-    return np.concatenate(shares)[: math.prod(shape)].reshape(shape)
 
 
 def has_master_weights(config: TransformerConfig) -> bool:

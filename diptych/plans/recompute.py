@@ -43,7 +43,7 @@ class ModuleBytes(NamedTuple):
 
 
 class RecomputeBlock(NamedTuple):
-    """Consecutive layers that are recomputed together."""
+    """Consecutive layers with one decision: save all values, drop those of some modules, or save only the input."""
 
     kind: Literal["none", "selective", "full"]
     """Kind of recompute."""

@@ -53,8 +53,9 @@ def over_microbatches(
     begin = tuple(vary(jnp.zeros(x.shape, x.dtype), axes or (axis,)) for x in sent)
 
     def slot(received: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], Any]:
-        own = jnp.clip(number - rank, 0, num_microbatches - 1)  # results before the first and after the last are unused
-        result, sent = with_carry(run, received)(own)
+        own = jnp.clip(number - rank, 0, num_microbatches - 1)
+        is_read = own == number - rank  # results before the first and after the last microbatch are dropped
+        result, sent = with_carry(run, received, is_read)(own)
         return tuple(lax.ppermute(x, axis, pairs) for x in sent), result
 
     slot = slot if checkpoint is None else checkpoint(slot)

@@ -1,6 +1,6 @@
 """Tensor offload: parameters are placed in host memory until their layer is used, activations until its backward.
 
-``diptych/plans/offload/`` decides which layers move when. The mirrored package ``reference_torch/offload`` moves layers
+``diptych/plans/offload/`` decides which layers move when. Its counterpart ``reference_torch/offload`` moves layers
 by hooks while the program runs. Here the plan is applied when the step is traced. The result is one program with every
 copy in its place, and XLA overlaps the copies with computation:
 
@@ -14,7 +14,9 @@ A model whose configuration enables offload runs its layers with ``run_offloaded
 already, the copies do nothing. In a pipeline, every action is a separate pass: ``jax_impl/pipeline/offload.py``.
 """
 
-from jax_impl.offload.device import (
+from jax_impl.offload.modules import OffloadedModules, offload_modules
+from jax_impl.offload.moves import Move, branch_moves, layer_numbers, moves_of
+from jax_impl.offload.residency import (
     Layers,
     MoveCounter,
     Pass,
@@ -23,8 +25,6 @@ from jax_impl.offload.device import (
     offloads_layers,
     without_offload,
 )
-from jax_impl.offload.modules import OffloadedModules, offload_modules
-from jax_impl.offload.moves import Move, branch_moves, layer_numbers, moves_of
 from jax_impl.offload.stack import run_offloaded, single_pass
 from jax_impl.offload.step import OffloadedStep, plan_statistics
 from jax_impl.offload.update import OffloadedParameters, UpdateFunction

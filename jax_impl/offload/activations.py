@@ -9,14 +9,14 @@ from jax import Array
 from diptych.plans.model.layers import Offloaded, is_offloaded
 from diptych.plans.model.values import LAYER_INPUT
 from diptych.plans.offload import Use, activation_event
-from jax_impl.offload.device import MoveCounter, Pass, is_on_host
 from jax_impl.offload.layer import Saved
+from jax_impl.offload.residency import MoveCounter, Pass, is_on_host
 
 State = TypeVar("State")
 
 
 class Activations:
-    """The saved values of every layer, while the steps of a plan are traced.
+    """The saved values of every layer, while the moves of a plan are traced.
 
     Args:
         saved: values that are already saved, by layer.
@@ -36,13 +36,13 @@ class Activations:
 
         Args:
             use: the use.
-            state: inputs of the use, for which the copies wait; see Device.begin.
+            state: inputs of the use, for which the copies wait; see Residency.begin.
 
         Returns:
             The state, which replaces the argument.
         """
-        step = self._plan.get(use)
-        for forward in () if step is None else step.fetches:
+        moves = self._plan.get(use)
+        for forward in () if moves is None else moves.fetches:
             saved = self.saved[forward.layer]
             on_host = [leaf for leaf in jax.tree.leaves(saved) if is_on_host(leaf)]
             if on_host:
@@ -64,8 +64,8 @@ class Activations:
             offloaded: values of the layer that move; None: none.
         """
         self.saved[use.layer] = saved
-        step = self._plan.get(use)
-        if step is not None and step.leaves:
+        moves = self._plan.get(use)
+        if moves is not None and moves.evicts:
             values = [self._moved_to_host(x, n, offloaded) for x, n in zip(saved.values, names, strict=True)]
             x = None if saved.x is None else self._moved_to_host(saved.x, LAYER_INPUT, offloaded)
             self.saved[use.layer] = Saved(x, values)

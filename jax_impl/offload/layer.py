@@ -1,6 +1,7 @@
 """Forward, replay and backward of one layer, which save no values computed from parameters alone."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -9,13 +10,13 @@ from jax import Array
 
 from diptych.plans.model.values import LAYER_INPUT
 from diptych.plans.recompute import RecomputeBlock
-from jax_impl.recompute import arguments_read, run_from_saved, run_saving, varying_leaves, with_leaves
+from jax_impl.recompute import VaryingLeaf, arguments_read, run_from_saved, run_saving, varying_leaves, with_leaves
 
-Layer = list[Any]
+Differentiated = list[Any]
 """The arrays whose gradients are computed: each parameter of a layer, or its taps, whose gradients are the factors of
 the parameter's gradient."""
 
-Run = Callable[[Layer, Array], Array]
+Run = Callable[[Differentiated, Array], Array]
 """A function that runs a layer on its parameters and its input."""
 
 
@@ -28,6 +29,21 @@ class Saved(NamedTuple):
     """Named values if the layer is replayed, else leaves of its pull-back."""
 
 
+@dataclass
+class LayerAnalysis:
+    """What the trace of a layer has shown about its program; None: not traced yet."""
+
+    named: list[jax.ShapeDtypeStruct] | None = None
+    """Shapes and types of the values that a recomputed layer saves by name."""
+    is_read: list[bool] | None = None
+    """For each of these, True if the replay or backward reads it."""
+    names_read: list[str | None] | None = None
+    """Names of those that are read."""
+    leaves: list[VaryingLeaf] | None = None
+    """Leaves of the layer's pull-back that do not depend on its parameters alone."""
+
+
+@dataclass(frozen=True, eq=False)
 class LayerRule:
     """The forward and backward rule of a layer.
 
@@ -40,95 +56,98 @@ class LayerRule:
         named: True if only named values are saved, even if nothing is recomputed.
     """
 
-    def __init__(
-        self,
-        block: RecomputeBlock,
-        dropped: frozenset[str],
-        first: bool,
-        last: bool,
-        analysis: dict[str, Any],
-        named: bool = False,
-    ) -> None:
-        self._recomputed = named or block.kind != "none"
-        self._dropped = dropped
-        self._first = first
-        self._last = last
-        self._analysis = analysis
+    block: RecomputeBlock
+    dropped: frozenset[str]
+    first: bool
+    last: bool
+    analysis: LayerAnalysis
+    named: bool = False
+
+    @property
+    def _recomputed(self) -> bool:
+        """True if only named values are saved."""
+        return self.named or self.block.kind != "none"
 
     @property
     def names(self) -> list[str | None]:
         """Names of the values that the last forward has saved, Saved.values."""
         if self._recomputed:
-            return self._analysis["names"]
-        return [leaf.name for leaf in self._analysis["leaves"]]
+            assert self.analysis.names_read is not None, "forward has run"
+            return self.analysis.names_read
+        assert self.analysis.leaves is not None, "forward has run"
+        return [leaf.name for leaf in self.analysis.leaves]
 
     def is_replayed(self, kind: str) -> bool:
         """Return True if a use of this kind replays the layer's forward."""
-        return kind == "R" or (self._recomputed and self._last)
+        return kind == "R" or (self._recomputed and self.last)
 
-    def forward(self, run: Run, layer: Layer, x: Array) -> tuple[Array, Saved]:
+    def forward(self, run: Run, layer: Differentiated, x: Array) -> tuple[Array, Saved]:
         """Return the output of the layer and the values saved for backward."""
         if not self._recomputed:
             y, pull_back = jax.vjp(run, layer, x)
             return y, Saved(None, self._leaves(run, layer, x, [], pull_back))
-        y, named, names = run_saving(run, self._dropped, layer, x)
+        y, named, names = run_saving(run, self.dropped, layer, x)
 
-        def replay(layer: Layer, x: Array, named: list[Array], grad: Array) -> tuple:
-            y, pull_back = run_from_saved(run, self._dropped, named, layer, x)
-            return pull_back(grad), None if self._last else y
+        def replay(layer: Differentiated, x: Array, named: list[Array], grad: Array) -> tuple:
+            y, pull_back = run_from_saved(run, self.dropped, named, layer, x)
+            return pull_back(grad), None if self.last else y
 
-        if "read" not in self._analysis:
-            read = arguments_read(replay, layer, x, named, y)
-            self._analysis["read"] = read[len(jax.tree.leaves(layer)) + 1 : -1]
-            self._analysis["named"] = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in named]
-            read = zip(names, self._analysis["read"], strict=True)
-            self._analysis["names"] = [name for name, is_read in read if is_read]
-        values = [value for value, is_read in zip(named, self._analysis["read"], strict=True) if is_read]
-        return y, Saved(x if self._first else None, values)
+        known = self.analysis
+        if known.is_read is None:
+            known.is_read = arguments_read(replay, layer, x, named, y)[len(jax.tree.leaves(layer)) + 1 : -1]
+            known.named = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in named]
+            known.names_read = [name for name, is_read in zip(names, known.is_read, strict=True) if is_read]
+        values = [value for value, is_read in zip(named, known.is_read, strict=True) if is_read]
+        return y, Saved(x if self.first else None, values)
 
-    def replay(self, run: Run, layer: Layer, saved: Saved) -> tuple[Array, Saved]:
+    def replay(self, run: Run, layer: Differentiated, saved: Saved) -> tuple[Array, Saved]:
         """Replay the layer and return its output and the values that backward needs besides parameters."""
         assert saved.x is not None, "a replay begins from the layer's input"
         named = self._named(saved)
-        y, pull_back = run_from_saved(run, self._dropped, named, layer, saved.x)
+        y, pull_back = run_from_saved(run, self.dropped, named, layer, saved.x)
         return y, Saved(None, self._leaves(run, layer, saved.x, named, pull_back))
 
-    def backward(self, run: Run, layer: Layer, saved: Saved, grad: Array) -> tuple[Layer, Array]:
+    def backward(self, run: Run, layer: Differentiated, saved: Saved, grad: Array) -> tuple[Differentiated, Array]:
         """Return the gradients of the layer's parameters and of its input, from the gradient of its output."""
         if self.is_replayed("B"):
             assert saved.x is not None, "a replay begins from the layer's input"
-            return run_from_saved(run, self._dropped, self._named(saved), layer, saved.x)[1](grad)
+            return run_from_saved(run, self.dropped, self._named(saved), layer, saved.x)[1](grad)
         # Zeros are sufficient, because every leaf that depends on them is replaced.
-        named = [_zeros(like, grad) for like in self._analysis.get("named", [])]
+        assert self.analysis.leaves is not None, "forward or replay has run"
+        named = [_zeros(like, grad) for like in self.analysis.named or ()]
         _, pull_back = self._pull_back(run, layer, jnp.zeros_like(grad), named)
-        return with_leaves(pull_back, self._analysis["leaves"], saved.values)(grad)
+        return with_leaves(pull_back, self.analysis.leaves, saved.values)(grad)
 
     def _named(self, saved: Saved) -> list[Array]:
         """Return all named values, with zeros for those that are not read."""
+        assert self.analysis.is_read is not None, "forward has run"
+        assert self.analysis.named is not None, "forward has run"
         remaining = iter(saved.values)
         return [
             next(remaining) if is_read else _zeros(like, saved.x)
-            for is_read, like in zip(self._analysis["read"], self._analysis["named"], strict=True)
+            for is_read, like in zip(self.analysis.is_read, self.analysis.named, strict=True)
         ]
 
-    def _pull_back(self, run: Run, layer: Layer, x: Array, named: list[Array]) -> tuple[Array, Callable]:
+    def _pull_back(self, run: Run, layer: Differentiated, x: Array, named: list[Array]) -> tuple[Array, Callable]:
         """Return the output of a layer and its pull-back, from named values if the layer is recomputed."""
         if self._recomputed:
-            return run_from_saved(run, self._dropped, named, layer, x)
+            return run_from_saved(run, self.dropped, named, layer, x)
         return jax.vjp(run, layer, x)
 
-    def _leaves(self, run: Run, layer: Layer, x: Array, named: list[Array], pull_back: Callable) -> list[Array]:
+    def _leaves(
+        self, run: Run, layer: Differentiated, x: Array, named: list[Array], pull_back: Callable
+    ) -> list[Array]:
         """Return the leaves of a pull-back except those that depend only on the layer's parameters."""
 
-        def leaves_of(layer: Layer, x: Array, named: list[Array]) -> list[Any]:
+        def leaves_of(layer: Differentiated, x: Array, named: list[Array]) -> list[Any]:
             return jax.tree.leaves(self._pull_back(run, layer, x, named)[1])
 
-        if "leaves" not in self._analysis:
+        if self.analysis.leaves is None:
             varies = jax.tree.map(lambda _: False, layer), True, [True] * len(named)
             names = {len(jax.tree.leaves(layer)): LAYER_INPUT}
-            self._analysis["leaves"] = varying_leaves(leaves_of, (layer, x, named), varies, names)
+            self.analysis.leaves = varying_leaves(leaves_of, (layer, x, named), varies, names)
         leaves = jax.tree.leaves(pull_back)
-        return [leaves[leaf.indices[0]] for leaf in self._analysis["leaves"]]
+        return [leaves[leaf.indices[0]] for leaf in self.analysis.leaves]
 
 
 def _zeros(like: jax.ShapeDtypeStruct, varies_like: Array | None) -> Array:

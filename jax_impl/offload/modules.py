@@ -2,8 +2,8 @@
 
 ``offload_modules`` places the parameters of the chosen submodules in host memory, and gives the submodules a subclass
 of their class. A submodule runs in jax.checkpoint: its copies on the device are results of an opaque call, which are
-not saved, so backward copies the parameters again. XLA overlaps the copies with computation. The mirror for PyTorch is
-``reference_torch/offload/modules.py``.
+not saved, so backward copies the parameters again. XLA overlaps the copies with computation. The counterpart in PyTorch
+is ``reference_torch/offload/modules.py``.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from jax.extend.core.primitives import dot_general_p
 from diptych.plans.config import TransformerConfig
 from diptych.plans.module_patterns import select
 from jax_impl.named_modules import call_through, change_class, named_modules, restore_classes, subclass_with
-from jax_impl.offload.device import is_on_host
+from jax_impl.offload.residency import array_to_device, is_on_host
 from jax_impl.recompute.inner_checkpoints import keep_inner_checkpoints
 from jax_impl.recompute.opaque_call import except_opaque_calls, reject_ordered_callbacks, without_residuals
 from jax_impl.traced_programs import is_array, part_of, trace_inlined, variables
@@ -31,7 +31,7 @@ _TO_HOST = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pin
 """The value that a policy of jax.checkpoint returns for results that move to the host; it has no public name."""
 _SETTINGS = "offload_min_bytes"
 """Attribute of a chosen module: results of operations with an operand of at least so many bytes move; None: none."""
-_MOVES_MOMENTS = "offload_optimizer_state"
+_MOVES_OPTIMIZER_STATE = "offload_optimizer_state"
 """Attribute of a chosen module: True if the optimizer state of its parameters moves."""
 
 
@@ -45,7 +45,7 @@ class OffloadedModules:
             nnx.update(module, jax.tree.map(_to_host, nnx.state(module, nnx.Param)))
             change_class(module, _offloaded_class(type(module)))
             setattr(module, _SETTINGS, min_bytes)
-            setattr(module, _MOVES_MOMENTS, optimizer_state)
+            setattr(module, _MOVES_OPTIMIZER_STATE, optimizer_state)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class OffloadedModules:
 
         JAX does not compute with arrays in host memory, so clip or add gradients after this.
         """
-        return jax.tree.map(_to_device, tree)
+        return jax.tree.map(array_to_device, tree)
 
     def update(self, optimizer: nnx.Optimizer, model: nnx.Module, gradients: Any, **kwargs: Any) -> None:
         """Run ``optimizer.update(model, gradients, **kwargs)`` on the device, and move parameters to the host again.
@@ -99,7 +99,7 @@ class OffloadedModules:
         restore_classes(self._modules, (_offloaded_class,), "close", "offload_modules")
         for module in self._modules.values():
             delattr(module, _SETTINGS)
-            delattr(module, _MOVES_MOMENTS)
+            delattr(module, _MOVES_OPTIMIZER_STATE)
             nnx.update(module, self.fetch(nnx.state(module, nnx.Param)))
         self._modules = {}
         self._optimizer_state = False
@@ -178,9 +178,9 @@ def _chosen_parameters(model: nnx.Module) -> dict[tuple[str, ...], bool]:
     """Return True or False for each parameter of chosen modules, by path in the model: True if its moments move."""
     nodes = list(nnx.iter_graph(model))
     moves_moments = {
-        id(node): getattr(module, _MOVES_MOMENTS)
+        id(node): getattr(module, _MOVES_OPTIMIZER_STATE)
         for _, module in nodes
-        if hasattr(module, _MOVES_MOMENTS)
+        if hasattr(module, _MOVES_OPTIMIZER_STATE)
         for _, node in nnx.iter_graph(module)
         if isinstance(node, nnx.Param)
     }
@@ -246,7 +246,7 @@ def _run_with_copies(run: Callable[..., Any], state: Any, *arrays: Any) -> Any:
         result[:] = [treedef]
         return found
 
-    program = trace_inlined(flat, [_to_device(array) for array in hosted], others, arrays)
+    program = trace_inlined(flat, [array_to_device(array) for array in hosted], others, arrays)
     reject_ordered_callbacks(program)
     jaxpr = program.jaxpr
     inputs = jaxpr.invars[: len(hosted)]
@@ -264,7 +264,7 @@ def _run_with_copies(run: Callable[..., Any], state: Any, *arrays: Any) -> Any:
     needed = {v for equation in rest for v in variables(equation.invars)} | {*variables(jaxpr.outvars)}
     crossing = [variable for variable in made if variable in needed]
     copy = part_of(jaxpr, first, inputs, crossing)
-    copies = without_residuals(lambda *hosted: copy(*map(_to_device, hosted)))(*hosted)
+    copies = without_residuals(lambda *hosted: copy(*map(array_to_device, hosted)))(*hosted)
     body = part_of(jaxpr, rest, [*crossing, *remaining_inputs, *jaxpr.constvars], jaxpr.outvars)
     outputs = keep_inner_checkpoints(body)(*copies, *others, *arrays, *program.consts)
     return jax.tree.unflatten(result[0], outputs)
@@ -291,10 +291,6 @@ def _longest_part(path: tuple[Any, ...], paths: Collection[tuple[str, ...]]) -> 
     names = tuple(map(str, path))
     parts = (names[i:j] for i in range(len(names)) for j in range(i + 1, len(names) + 1))
     return max((part for part in parts if part in paths), key=len, default=())
-
-
-def _to_device(array: Array) -> Array:
-    return jax.device_put(array, jax.memory.Space.Device) if is_on_host(array) else array
 
 
 def _to_host(array: Array) -> Array:

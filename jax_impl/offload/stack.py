@@ -12,6 +12,7 @@ keep all values of the forward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -23,9 +24,9 @@ from jax.interpreters.partial_eval import DynamicJaxprTracer
 from diptych.plans.activation_storage import dropped_values
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
-    ActivationStep,
-    Step,
+    ActivationMoves,
     Use,
+    UseMoves,
     layer_storages,
     layers_that_stay,
     pass_uses,
@@ -37,8 +38,8 @@ from diptych.plans.offload import (
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from jax_impl.linear_products import LinearTap, LinearTaps
 from jax_impl.offload.activations import Activations
-from jax_impl.offload.device import Device, Layers, Pass, active_pass, is_on_host
-from jax_impl.offload.layer import Layer, LayerRule, Run, Saved
+from jax_impl.offload.layer import Differentiated, LayerAnalysis, LayerRule, Run, Saved
+from jax_impl.offload.residency import Layers, Pass, Residency, active_pass, is_on_host
 
 LayerFunction = Callable[[int, Any, Array, Any], Array]
 
@@ -84,7 +85,9 @@ def run_offloaded(
     run_stack = jax.custom_vjp(stack.infer)
     run_stack.defvjp(_traced(stack.forward), _traced(stack.backward))
     on_device = context.on_device if config.enable_tensor_offload else leaves
-    return run_stack(leaves, on_device, _Taps(context.gradients or {}, context.resident), hidden_states, arrays)
+    return run_stack(
+        leaves, on_device, _Taps(context.gradient_taps or {}, context.resident_taps), hidden_states, arrays
+    )
 
 
 def _traced(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,21 +112,21 @@ def single_pass(config: TransformerConfig, blocks: Sequence[RecomputeBlock], inc
         config: configuration of the model.
         blocks: recompute blocks with the layers.
         includes_backward: if True, backward follows at once. Otherwise no layer stays on the device between forward and
-            backward, activations do not move, and the caller sets ``gradients``.
+            backward, activations do not move, and the caller sets ``gradient_taps``.
     """
     numbers = [number for block in blocks for number in block.layers]
     uses = pass_uses(numbers, True, blocks)
     forward = uses[: len(numbers)]
     backward = uses[len(numbers) :]
     if includes_backward:
-        steps = _plan(config, uses)
-        return Pass(steps[: len(numbers)], steps[len(numbers) :], activations=plan_saved(config, uses, blocks))
-    return Pass(_plan(config, forward), _plan(config, backward), gradients={})
+        moves = _plan(config, uses)
+        return Pass(moves[: len(numbers)], moves[len(numbers) :], activations=plan_saved(config, uses, blocks))
+    return Pass(_plan(config, forward), _plan(config, backward), gradient_taps={})
 
 
 def plan_saved(
     config: TransformerConfig, uses: Sequence[Use], blocks: Sequence[RecomputeBlock]
-) -> dict[Use, ActivationStep]:
+) -> dict[Use, ActivationMoves]:
     """Plan the moves of values saved for backward in one forward and backward; empty without activation offload.
 
     Args:
@@ -134,15 +137,15 @@ def plan_saved(
     if not config.enable_activation_offload:
         return {}
     stay = layers_that_stay(config, blocks)
-    steps = plan_activations(uses, config.tensor_offload_num_prefetch_layers, (), stay)
-    return {step.use: step for step in steps}
+    plan = plan_activations(uses, config.tensor_offload_num_prefetch_layers, (), stay)
+    return {moves.use: moves for moves in plan}
 
 
-def _plan(config: TransformerConfig, uses: Sequence[Use]) -> tuple[Step, ...]:
+def _plan(config: TransformerConfig, uses: Sequence[Use]) -> tuple[UseMoves, ...]:
     """Return the moves of some uses; none without parameter offload."""
     if not config.enable_tensor_offload:
         return unmoved(uses)
-    return plan_offload(uses, layer_storages(config), config.tensor_offload_num_prefetch_layers, then=()).steps
+    return plan_offload(uses, layer_storages(config), config.tensor_offload_num_prefetch_layers, then=()).moves
 
 
 class _Taps(NamedTuple):
@@ -162,6 +165,7 @@ class _Residuals(NamedTuple):
     arrays: dict[int, Array]
 
 
+@dataclass(frozen=True, eq=False)
 class _Stack:
     """The rules of the custom_vjp.
 
@@ -172,112 +176,111 @@ class _Stack:
         context: the pass.
     """
 
-    def __init__(
-        self, run: Callable, config: TransformerConfig, blocks: Sequence[RecomputeBlock], context: Pass
-    ) -> None:
-        self._run = run
-        self._config = config
-        self._blocks = blocks
-        self._context = context
+    run: Callable
+    config: TransformerConfig
+    blocks: Sequence[RecomputeBlock]
+    context: Pass
 
     @cached_property
     def _rules(self) -> dict[int, LayerRule]:
         """Rules of all layers; layers with equal programs share the analysis of their program."""
         rules = {}
-        analyses = {}
-        for block in self._blocks:
+        analyses: dict[Any, LayerAnalysis] = {}
+        for block in self.blocks:
             for number in block.layers:
                 first = number == block.layers[0] or not replays_layers(block)
                 last = number == block.layers[-1] or not replays_layers(block)
-                known = analyses.setdefault((self._config.layer(number), block.kind, block.dropped, last), {})
-                dropped = dropped_values(self._config, block)
-                rules[number] = LayerRule(block, dropped, first, last, known, self._context.named)
+                known = analyses.setdefault(
+                    (self.config.layer(number), block.kind, block.dropped, last), LayerAnalysis()
+                )
+                dropped = dropped_values(self.config, block)
+                rules[number] = LayerRule(block, dropped, first, last, known, self.context.named)
         return rules
 
     def infer(self, host_layers: Layers, on_device: Layers, taps: _Taps, x: Array, arrays: dict[int, Array]) -> Array:
         """Run a forward without a backward."""
-        numbers = [number for block in self._blocks for number in block.layers]
-        device = Device(host_layers, {} if self._config.enable_tensor_offload else on_device, self._context.trace)
-        for step in _plan(self._config, pass_uses(numbers, False)):
-            number = step.use.layer
-            x = device.begin(step, x)
-            with jax.named_scope(str(step.use)):
-                x = self._run(number, arrays, device.on_device[number], x)
-            device.end(step)
+        numbers = [number for block in self.blocks for number in block.layers]
+        residency = Residency(host_layers, {} if self.config.enable_tensor_offload else on_device, self.context.trace)
+        for moves in _plan(self.config, pass_uses(numbers, False)):
+            number = moves.use.layer
+            x = residency.begin(moves, x)
+            with jax.named_scope(str(moves.use)):
+                x = self.run(number, arrays, residency.on_device[number], x)
+            residency.end(moves)
         return x
 
     def forward(
         self, host_layers: Layers, on_device: Layers, taps: _Taps, x: Array, arrays: dict[int, Array]
     ) -> tuple[Array, _Residuals]:
         """Run the forward and return its output and the residuals."""
-        device = Device(host_layers, on_device, self._context.trace)
+        residency = Residency(host_layers, on_device, self.context.trace)
         activations = self._activations({})
-        for step in self._context.forward:
-            x = device.begin(step, x)
-            run, layer = self._bound(step.use.layer, arrays, device)
-            with jax.named_scope(str(step.use)):
-                x, saved = self._rules[step.use.layer].forward(run, layer, x)
-            offloaded = self._config.layer(step.use.layer).offload
-            activations.end(step.use, saved, self._rules[step.use.layer].names, offloaded)
-            device.end(step)
-        return x, _Residuals(host_layers, device.on_device, activations.saved, arrays)
+        for moves in self.context.forward:
+            x = residency.begin(moves, x)
+            run, layer = self._bound(moves.use.layer, arrays, residency)
+            with jax.named_scope(str(moves.use)):
+                x, saved = self._rules[moves.use.layer].forward(run, layer, x)
+            offloaded = self.config.layer(moves.use.layer).offload
+            activations.end(moves.use, saved, self._rules[moves.use.layer].names, offloaded)
+            residency.end(moves)
+        return x, _Residuals(host_layers, residency.on_device, activations.saved, arrays)
 
     def backward(self, residuals: _Residuals, grad: Array) -> tuple[Layers | None, None, _Taps, Array, None]:
         """Return the gradients of parameters and input, and the layers that stay on the device."""
-        device = Device(residuals.host_layers, residuals.on_device, self._context.trace)
+        residency = Residency(residuals.host_layers, residuals.on_device, self.context.trace)
         gradients = {}
         activations = self._activations(residuals.saved)
         x = None
-        for step in self._context.backward:
-            number = step.use.layer
+        for moves in self.context.backward:
+            number = moves.use.layer
             rule = self._rules[number]
-            grad = activations.begin(step.use, grad)
+            grad = activations.begin(moves.use, grad)
             saved = activations.saved[number]
-            if rule.is_replayed(step.use.kind):
+            if rule.is_replayed(moves.use.kind):
                 saved = saved if saved.x is not None else saved._replace(x=x)
                 saved, grad = jax.lax.optimization_barrier((saved, grad))
-            grad = device.begin(step, grad)
-            run, layer = self._bound(number, residuals.arrays, device)
-            with jax.named_scope(str(step.use)):
-                if step.use.kind == "R":
+            grad = residency.begin(moves, grad)
+            run, layer = self._bound(number, residuals.arrays, residency)
+            with jax.named_scope(str(moves.use)):
+                if moves.use.kind == "R":
                     x, activations.saved[number] = rule.replay(run, layer, saved)
                 else:
                     gradients[number], grad = rule.backward(run, layer, saved, grad)
-            device.end(step)
-        if self._context.gradients is None:
+            residency.end(moves)
+        if self.context.gradient_taps is None:
             return jax.tree.map(_into_memory_of, residuals.host_layers, gradients), None, _Taps({}, {}), grad, None
-        if self._config.enable_tensor_offload:
-            assert device.on_device.keys() == self._context.resident.keys(), (
-                f"{[*device.on_device]} stay on the device, not {[*self._context.resident]}"
+        if self.config.enable_tensor_offload:
+            assert residency.on_device.keys() == self.context.resident_taps.keys(), (
+                f"{[*residency.on_device]} stay on the device, not {[*self.context.resident_taps]}"
             )
         return (
             None,
             None,
-            _Taps(gradients, {number: device.on_device[number] for number in self._context.resident}),
+            _Taps(gradients, {number: residency.on_device[number] for number in self.context.resident_taps}),
             grad,
             None,
         )
 
     def _activations(self, saved: Mapping[int, Saved]) -> Activations:
         """Return the saved values of the layers, with the plan of their moves."""
-        return Activations(saved, self._context, self._config.activation_offload_min_bytes)
+        return Activations(saved, self.context, self.config.activation_offload_min_bytes)
 
-    def _bound(self, number: int, arrays: dict[int, Array], device: Device) -> tuple[Run, Layer]:
+    def _bound(self, number: int, arrays: dict[int, Array], residency: Residency) -> tuple[Run, Differentiated]:
         """Return a layer on the device as a function of its differentiated arrays and its input, and these arrays.
 
-        The differentiated arrays are the parameters, or zeros for the tap of a parameter (see Pass.gradients). The
+        The differentiated arrays are the parameters, or zeros for the tap of a parameter (see Pass.gradient_taps). The
         function then reads the parameter itself, and the gradients of the tap are the operands of its gradient.
         """
-        parameters = device.on_device[number]
-        requested = (self._context.gradients or {}).get(number, parameters)
+        parameters = residency.on_device[number]
+        requested = (self.context.gradient_taps or {}).get(number, parameters)
         tapped = {str(index): parameters[index] for index, item in enumerate(requested) if isinstance(item, LinearTap)}
         if not tapped:
-            return partial(self._run, number, arrays), parameters
+            return partial(self.run, number, arrays), parameters
 
-        def run(layer: Layer, x: Array) -> Array:
+        def run(layer: Differentiated, x: Array) -> Array:
             input_leaves = [tapped.get(str(index), item) for index, item in enumerate(layer)]
             with LinearTaps(tapped, {index: layer[int(index)] for index in tapped}):
-                return self._run(number, arrays, input_leaves, x)
+                return self.run(number, arrays, input_leaves, x)
 
         def tap(like: Array, weight: Array) -> Array:
             return jnp.zeros_like(weight, shape=like.shape, dtype=like.dtype)

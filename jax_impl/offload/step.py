@@ -14,7 +14,7 @@ from jax import Array
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
     OffloadPlan,
-    Step,
+    UseMoves,
     layer_storages,
     pass_uses,
     plan_offload,
@@ -23,8 +23,8 @@ from diptych.plans.offload import (
     unmoved,
 )
 from diptych.plans.recompute import recompute_blocks
-from jax_impl.offload.device import Layers, MoveCounter, Pass
 from jax_impl.offload.moves import LAYERS, layer_numbers
+from jax_impl.offload.residency import Layers, MoveCounter, Pass
 from jax_impl.offload.stack import plan_saved
 from jax_impl.offload.update import OffloadedParameters, Parts, UpdateFunction
 
@@ -66,7 +66,7 @@ class OffloadedStep:
         self._parameters = OffloadedParameters(params, layer_numbers(params))
         self._num_microbatches = num_microbatches
         self._moved = MoveCounter()
-        self._update: Sequence[Step] = ()
+        self._update: Sequence[UseMoves] = ()
         self._evaluation = self.plan
         if not self.enabled:
             return
@@ -81,14 +81,14 @@ class OffloadedStep:
             self._evaluation = plan_offload(
                 forward, layer_storages(config), config.tensor_offload_num_prefetch_layers, then=()
             )
-        steps = self.plan.steps or unmoved(uses)
-        length = (len(steps) - len(layers)) // num_microbatches
-        passes = [steps[k * length : (k + 1) * length] for k in range(num_microbatches)]
-        begin, looped_steps = _split_first_pass(passes)
+        moves = self.plan.moves or unmoved(uses)
+        length = (len(moves) - len(layers)) // num_microbatches
+        passes = [moves[k * length : (k + 1) * length] for k in range(num_microbatches)]
+        begin, looped = _split_first_pass(passes)
         self._begin = begin
-        self._pass = (looped_steps[: len(layers)], looped_steps[len(layers) :])
-        self._update = steps[num_microbatches * length :]
-        self._resident = _layers_after(looped_steps, begin)
+        self._pass = (looped[: len(layers)], looped[len(layers) :])
+        self._update = moves[num_microbatches * length :]
+        self._resident = _layers_after(looped, begin)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class OffloadedStep:
         resident = {number: zeros[number] for number in self._resident}
 
         def run(rest: dict[int, Array], gradients: Layers, resident: Layers) -> Array:
-            with context._replace(gradients=gradients, resident=resident).active():
+            with context._replace(gradient_taps=gradients, resident_taps=resident).active():
                 return loss_fn(self._parameters.join(Parts(rest, parts.layers)), *args, **kwargs)
 
         with self._check_moved(trace):
@@ -215,52 +215,52 @@ def plan_statistics(
         activations: activations moved in one step.
         steps_run: number of steps.
     """
-    late = Counter()
+    misses = Counter()
     copies = Counter()
     peak_layers = 0
     for plan in plans:
         on_device = 0
-        for step in plan.steps:
-            peak_layers = max(peak_layers, on_device := on_device + len(step.fetches))
-            on_device -= len(step.evictions)
-            copies["in"] += sum(arrays[layer] for layer in step.fetches)
-            copies["out"] += arrays[step.use.layer] if step.use.kind == "S" else 0
-        for place in plan.late:
-            late[str(plan.steps[place].use.layer)] += steps_run
-    uses = sum(len(plan.steps) for plan in plans)
+        for moves in plan.moves:
+            peak_layers = max(peak_layers, on_device := on_device + len(moves.fetches))
+            on_device -= len(moves.evictions)
+            copies["in"] += sum(arrays[layer] for layer in moves.fetches)
+            copies["out"] += arrays[moves.use.layer] if moves.use.kind == "S" else 0
+        for place in plan.misses:
+            misses[str(plan.moves[place].use.layer)] += steps_run
+    uses = sum(len(plan.moves) for plan in plans)
     return {
         "bytes_in": (sum(plan.bytes_in for plan in plans) + activations.bytes) * steps_run,
         "bytes_out": (sum(plan.bytes_out for plan in plans) + activations.bytes) * steps_run,
         "copies_in": (copies["in"] + activations.arrays) * steps_run,
         "copies_out": (copies["out"] + activations.arrays) * steps_run,
-        "hits": uses * steps_run - late.total(),
-        "misses": late.total(),
-        "misses_by_layer": dict(sorted(late.items())),
+        "hits": uses * steps_run - misses.total(),
+        "misses": misses.total(),
+        "misses_by_layer": dict(sorted(misses.items())),
         "peak_bytes": max(plan.peak_bytes for plan in plans),
         "peak_layers": peak_layers,
     }
 
 
-def _split_first_pass(passes: Sequence[tuple[Step, ...]]) -> tuple[tuple[int, ...], tuple[Step, ...]]:
-    """Return the layers fetched before the first pass, and the steps that are equal for every pass of the loop."""
+def _split_first_pass(passes: Sequence[tuple[UseMoves, ...]]) -> tuple[tuple[int, ...], tuple[UseMoves, ...]]:
+    """Return the layers fetched before the first pass, and the uses that are equal for every pass of the loop."""
     if len(passes) == 1:
         return (), passes[0]
     passes = [tuple(s._replace(use=s.use._replace(microbatch=0)) for s in one) for one in passes]
     first, *others = passes[0]
-    looped_steps = passes[1]
-    begin = tuple(layer for layer in first.fetches if layer not in looped_steps[0].fetches)
-    first_looped = first._replace(fetches=looped_steps[0].fetches), *others
-    assert all(one == looped_steps for one in (first_looped, *passes[1:])), (
+    looped = passes[1]
+    begin = tuple(layer for layer in first.fetches if layer not in looped[0].fetches)
+    first_looped = first._replace(fetches=looped[0].fetches), *others
+    assert all(one == looped for one in (first_looped, *passes[1:])), (
         "the plan moves other layers in one microbatch than in another"
     )
-    return begin, looped_steps
+    return begin, looped
 
 
-def _layers_after(steps: Sequence[Step], on_device: Iterable[int]) -> tuple[int, ...]:
-    """Return the layers on the device after some steps, given those before."""
+def _layers_after(uses: Sequence[UseMoves], on_device: Iterable[int]) -> tuple[int, ...]:
+    """Return the layers on the device after some uses, given those before."""
     layers = dict.fromkeys(on_device)
-    for step in steps:
-        layers |= dict.fromkeys(step.fetches)
-        for layer in step.evictions:
+    for moves in uses:
+        layers |= dict.fromkeys(moves.fetches)
+        for layer in moves.evictions:
             del layers[layer]
     return tuple(layers)

@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 from jax import Array
 
-from diptych.plans.offload import Step
-from jax_impl.offload.device import Device, Layers
+from diptych.plans.offload import UseMoves
+from jax_impl.offload.residency import Layers, Residency
 
 
 class Parts(NamedTuple):
@@ -75,7 +75,7 @@ class OffloadedParameters:
 
     def update(
         self,
-        steps: Iterable[Step],
+        moves: Iterable[UseMoves],
         update_function: UpdateFunction,
         params: Any,
         state: Any,
@@ -86,13 +86,13 @@ class OffloadedParameters:
         """Update the leaves outside layers, then layer by layer, and return new parameters and state.
 
         Args:
-            steps: steps of the plan: the update of every layer, after which no layer is on the device.
+            moves: moves of the plan: the update of every layer, after which no layer is on the device.
             update_function: see UpdateFunction.
             params: parameters, with those of layers on the host.
             state: optimizer state; parts without the structure of the parameters, such as a step count, are shared.
             gradients: gradients on the device.
             on_device: layers on the device.
-            trace: see Device.
+            trace: see Residency.
         """
         parts = self.split(params)
         grads = self.split(gradients)
@@ -107,26 +107,26 @@ class OffloadedParameters:
             {index: [*m.rest.values()] for index, m in moments.items()},
             is_layer=False,
         )
-        device = Device(parts.layers, on_device, trace)
+        residency = Residency(parts.layers, on_device, trace)
         new = {index: Parts(dict(zip(places, new_items[index], strict=True)), {}) for index in moments}
         updated: tuple[list[Array], dict[int, list[Array]]] = ([], {})  # parameters and moments of updated_layer
         updated_layer = -1
-        for step in steps:
-            number = step.use.layer
+        for each in moves:
+            number = each.use.layer
             own = (grads.layers[number], {index: m.layers[number] for index, m in moments.items()})
-            own, updated = device.begin(step, (own, updated))  # the copies wait for the previous update, too
-            for index, values in updated[1].items():
+            own, updated = residency.begin(each, (own, updated))  # the copies wait for the previous update, too
+            for index, values in updated[1].items():  # as they come out of the barrier, which XLA drops if unread
                 new[index].layers[updated_layer] = values
-            with jax.named_scope(str(step.use)):
-                device.on_device[number], changed = update_part(device.on_device[number], *own, is_layer=True)
+            with jax.named_scope(str(each.use)):
+                residency.on_device[number], changed = update_part(residency.on_device[number], *own, is_layer=True)
             updated_layer = number
-            updated = (device.on_device[number], {index: changed[index] for index in moments})
+            updated = (residency.on_device[number], {index: changed[index] for index in moments})
             for index, values in updated[1].items():
                 new[index].layers[updated_layer] = values
-            device.end(step, changed=True)
-        assert not device.on_device, f"the plan ends with {[*device.on_device]} on the device"
+            residency.end(each, changed=True)
+        assert not residency.on_device, f"the plan ends with {[*residency.on_device]} on the device"
         joined = [self.join(new[index]) if index in new else item for index, item in enumerate(new_items)]
-        parameters = Parts(dict(zip(places, rest, strict=True)), device.host_layers)
+        parameters = Parts(dict(zip(places, rest, strict=True)), residency.host_layers)
         return self.join(parameters), structure.unflatten(joined)
 
     def _update_part(

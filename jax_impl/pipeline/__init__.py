@@ -10,8 +10,9 @@ The tables come from diptych/plans/schedule/named.py. Usage:
 
 Loss and gradients are means over microbatches, equal to those of the undivided model. The leaves of staged trees have
 other shapes than those of the model; ``step.shapes(staged)`` returns the shapes in the model, which decide on weight
-decay. Norms of staged trees are correct without changes: padding has gradient 0, and the ends are contained once. With
-tensor parallelism, entries that several ranks hold are counted once only in ``step.counted_once(gradients)``.
+decay. Norms of staged trees are correct without changes: padding has gradient 0, and a tree contains replicated
+parameters once. With tensor parallelism, entries that several ranks hold are counted once only in
+``step.counted_once(gradients)``.
 ``make_pipeline_step(..., training=False, forward_only=True)`` takes the same staged parameters and returns only the
 losses [m].
 

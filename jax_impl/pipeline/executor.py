@@ -18,6 +18,7 @@ local loss is differentiated, and sums over ranks are taken once after the last 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from jax import Array, lax
 
 from diptych.plans.schedule.lockstep import LockstepTable, Saves
 from diptych_kernels.mesh_axes import vary
-from jax_impl.offload import MoveCounter, is_on_host
+from jax_impl.offload.residency import MoveCounter, array_to_device, is_on_host
 from jax_impl.pipeline.packing import Packed
 from jax_impl.pipeline.programs import (
     CONTEXT_AXIS,
@@ -44,11 +45,11 @@ from jax_impl.pipeline.saved import MOVING, StageAutodiff, differentiable
 class _State(NamedTuple):
     """The carry of the loop over slots.
 
-    Every buffer has one more slot than the table uses, into which actions that do not run write.
+    Every buffer has one more entry than the table uses, into which actions that do not run write.
     """
 
     inputs: Any
-    """Buffers of received inputs of stages, with leaves [slots + 1, ...]; [slots + 1, b, T, S*D] in our model."""
+    """Buffers of received inputs of stages, with leaves [entries + 1, ...]; [entries + 1, b, T, S*D] in our model."""
     gradients: Any
     """Buffers of received gradients of the outputs of stages; None for arrays without gradient."""
     residuals: Any
@@ -73,7 +74,7 @@ class LockstepResult(NamedTuple):
     collected: Any
     """Losses of the microbatches [m], or what the last stage returned, with leaves [m, ...]; equal on every rank."""
     gradients: StagedParameters
-    """Gradients of this replica and context rank, staged as the parameters, with those of the ends equal on every
+    """Gradients of this replica and context rank, staged as the parameters, the replicated ones equal on every
     pipeline rank; without leaves if the schedule is forward only."""
     stage_state: Any
     """Values of the rank that forwards change."""
@@ -109,8 +110,8 @@ def run_lockstep(
     rows = jax.tree.map(lambda column: jnp.asarray(column)[rank], table.rows)
     state = lax.scan(execution.run_slot, execution.start(), rows)[0]
     # Only the last stage has losses; first and last stage both add to a tied embedding.
-    collected, ends = jax.tree.map(_total, (state.collected, state.sums.ends))
-    result = LockstepResult(collected, state.sums._replace(ends=ends), state.stage_state)
+    collected, replicated = jax.tree.map(_total, (state.collected, state.sums.replicated))
+    result = LockstepResult(collected, state.sums._replace(replicated=replicated), state.stage_state)
     replica_axes = tuple(axis for axis in (DATA_AXIS, CONTEXT_AXIS) if axis in axes)
     if replica_axes and stages.collects_losses:
         result = result._replace(collected=lax.pmean(collected, replica_axes))
@@ -141,40 +142,33 @@ class _SlotResult(NamedTuple):
     """Packed values that I saves for W."""
 
 
+@dataclass(eq=False)
 class _Execution:
     """The execution of the table on one rank.
 
     Arguments are those of run_lockstep, with parameters and batch marked as different on each rank.
     """
 
-    def __init__(
-        self,
-        stages: StagePrograms,
-        table: LockstepTable,
-        saves: Saves,
-        axes: tuple[str, ...],
-        params: StagedParameters,
-        batch: Any,
-        moved: MoveCounter,
-        stage_state: Any,
-    ) -> None:
-        self._stages = stages
-        self._table = table
-        self._axes = axes
-        self._params = params
-        self._batch = batch
-        self._moved = moved
-        self._forward_only = table.schedule.forward_only
-        self._splits = table.schedule.splits_backward
-        kinds = {action.kind for actions in table.schedule.actions for action in actions}
+    stages: StagePrograms
+    table: LockstepTable
+    saves: Saves
+    axes: tuple[str, ...]
+    params: StagedParameters
+    batch: Any
+    moved: MoveCounter
+    stage_state: Any
+
+    def __post_init__(self) -> None:
+        self._forward_only = self.table.schedule.forward_only
+        self._splits = self.table.schedule.splits_backward
+        kinds = {action.kind for actions in self.table.schedule.actions for action in actions}
         self._mixes_backwards = kinds.issuperset("BI")
         """True if the table has split and full backwards; a full backward runs I and W in one slot."""
-        self._stage_state = stage_state
-        self._message = vary(stages.message(batch), axes)
+        self._message = vary(self.stages.message(self.batch), self.axes)
         self._gradient = differentiable(self._message)
-        task = self._task(jnp.int32(0), jnp.int32(0), stage_state)
-        saves = "inputs" if self._forward_only else saves
-        self._autodiff = StageAutodiff(stages.programs, task, self._message, saves, self._splits)
+        task = self._task(jnp.int32(0), jnp.int32(0), self.stage_state)
+        saves = "inputs" if self._forward_only else self.saves
+        self._autodiff = StageAutodiff(self.stages.programs, task, self._message, saves, self._splits)
         self._likes = {
             "output": _likes(self._message),
             "input_gradient": _likes(self._gradient),
@@ -184,8 +178,8 @@ class _Execution:
 
     def start(self) -> _State:
         """Return the initial state: buffers and sums of zeros."""
-        sizes = self._table.buffer_sizes
-        shifts = len(self._table.shifts)
+        sizes = self.table.buffer_sizes
+        shifts = len(self.table.shifts)
         nothing = StagedParameters((), {})
 
         def buffer(length: int, like: Any) -> Any:
@@ -195,21 +189,21 @@ class _Execution:
             inputs=buffer(sizes.inputs + 1, self._message),
             gradients=buffer(sizes.gradients + 1, self._gradient),
             residuals=buffer(sizes.residuals + 1, self._autodiff.residual_shapes),
-            weight_operands=buffer(sizes.weights + 1, self._autodiff.weight_operand_shapes),
+            weight_operands=buffer(sizes.weight_operands + 1, self._autodiff.weight_operand_shapes),
             received_inputs=(self._message,) * shifts,
             received_gradients=(self._gradient,) * shifts,
-            sums=nothing if self._forward_only else jax.tree.map(self._sum, self._params),
-            collected=buffer(self._table.schedule.num_microbatches, self._stages.collected(self._batch)),
-            stage_state=self._stage_state,
+            sums=nothing if self._forward_only else jax.tree.map(self._sum, self.params),
+            collected=buffer(self.table.schedule.num_microbatches, self.stages.collected(self.batch)),
+            stage_state=self.stage_state,
         )
-        state = vary(state, self._axes)
+        state = vary(state, self.axes)
         return state._replace(
             residuals={name: self._place_buffer(name, buffer) for name, buffer in state.residuals.items()}
         )
 
     def _sum(self, parameter: Array) -> Array:
         """Return the empty sum of a parameter's gradients."""
-        return jnp.zeros(parameter.shape, self._stages.gradient_dtype(parameter))
+        return jnp.zeros(parameter.shape, self.stages.gradient_dtype(parameter))
 
     def run_slot(self, state: _State, row: Any) -> tuple[_State, None]:
         """Run one row of the table.
@@ -225,9 +219,9 @@ class _Execution:
             gradients = _store(gradients, row.gradient_arrivals[shift], gradient)
         state = state._replace(inputs=inputs, gradients=gradients)
         result = _SlotResult(state.collected, state.sums, state.stage_state)
-        state, result = (self._two_actions if self._table.fused else self._one_action)(state, row, result)
+        state, result = (self._two_actions if self.table.fused else self._one_action)(state, row, result)
         state = state._replace(
-            weight_operands=_store(state.weight_operands, row.backward_weights, result.weight_operands),
+            weight_operands=_store(state.weight_operands, row.backward_weight_operands, result.weight_operands),
             collected=result.collected,
             sums=result.sums,
             stage_state=result.stage_state,
@@ -252,7 +246,7 @@ class _Execution:
             )
 
         def weights(result: _SlotResult) -> _SlotResult:
-            return self._weight_gradients(row, _slot(state.weight_operands, row.weights_operands), result)
+            return self._weight_gradients(row, _read_entry(state.weight_operands, row.weights_operands), result)
 
         branches: list[Callable[[_SlotResult], _SlotResult]] = [_no_action, partial(self._forward, state, row)]
         if not self._forward_only:
@@ -273,7 +267,7 @@ class _Execution:
 
     def _forward(self, state: _State, row: Any, result: _SlotResult) -> _SlotResult:
         """Run F of the row, and return the results with its output or loss and its residuals."""
-        x = _slot(state.inputs, row.forward_input)
+        x = _read_entry(state.inputs, row.forward_input)
 
         def run(program: StageProgram, result: _SlotResult) -> _SlotResult:
             if program.last and not self._forward_only and self._autodiff.skips_last_forward:
@@ -290,14 +284,14 @@ class _Execution:
     def _backward(self, state: _State, row: Any, result: _SlotResult) -> _SlotResult:
         """Run B or I of the row, and return the results with its gradients."""
         task = self._task(row.backward_stage, row.backward_microbatch, result.stage_state)
-        x = _slot(state.inputs, row.backward_input)
-        gradient = _slot(state.gradients, row.backward_gradient)
-        scale = self._stages.loss_scale
-        scale = 1 / self._table.schedule.num_microbatches if scale is None else scale
-        loss_gradient = vary(jnp.full_like(self._stages.collected(self._batch), scale), self._axes)
+        x = _read_entry(state.inputs, row.backward_input)
+        gradient = _read_entry(state.gradients, row.backward_gradient)
+        scale = self.stages.loss_weight
+        scale = 1 / self.table.schedule.num_microbatches if scale is None else scale
+        loss_gradient = vary(jnp.full_like(self.stages.collected(self.batch), scale), self.axes)
 
         def run(program: StageProgram, result: _SlotResult) -> _SlotResult:
-            residuals = jax.tree.map(_on_device, _slot(state.residuals, row.backward_residuals))
+            residuals = jax.tree.map(array_to_device, _read_entry(state.residuals, row.backward_residuals))
             output_gradient = loss_gradient if program.last else gradient
             backward = self._autodiff.backward(program, task, x, residuals, output_gradient)
             collected = result.collected
@@ -324,39 +318,39 @@ class _Execution:
         return self._run_program_of(row.weights_stage, run, result)
 
     def _place_buffer(self, name: str, buffer: Array) -> Array:
-        """Move a buffer to the host if its values are to be offloaded and its slots are large enough, and return it."""
-        slot_bytes = buffer[0].size * buffer.dtype.itemsize
-        if not name.startswith(MOVING) or slot_bytes < self._stages.min_offload_bytes:
+        """Return a buffer, on the host if its values are to be offloaded and its entries are large enough."""
+        entry_bytes = buffer[0].size * buffer.dtype.itemsize
+        if not name.startswith(MOVING) or entry_bytes < self.stages.min_offload_bytes:
             return buffer
-        self._moved.note(slot_bytes)
+        self.moved.note(entry_bytes)
         return jax.device_put(buffer, jax.memory.Space.Host)
 
-    def _store_residuals(self, buffers: dict[str, Array], slot: Array, values: dict[str, Array]) -> dict[str, Array]:
+    def _store_residuals(self, buffers: dict[str, Array], entry: Array, values: dict[str, Array]) -> dict[str, Array]:
         """Store the saved values of a forward and return the buffers; slots without a forward move nothing."""
         if not any(map(is_on_host, buffers.values())):
-            return _store(buffers, slot, values)
+            return _store(buffers, entry, values)
 
         def store() -> dict[str, Array]:
             host = jax.memory.Space.Host
             moved = {name: jax.device_put(x, host) if is_on_host(buffers[name]) else x for name, x in values.items()}
-            return _store(buffers, slot, moved)
+            return _store(buffers, entry, moved)
 
-        return lax.cond(slot < self._table.buffer_sizes.residuals, store, lambda: buffers)
+        return lax.cond(entry < self.table.buffer_sizes.residuals, store, lambda: buffers)
 
     def _task(self, stage: Array, microbatch: Array, stage_state: Any) -> Task:
         """Return the arguments of a stage for a microbatch."""
-        vp_stages = jnp.asarray([vp_stage for _, vp_stage in self._stages.placement], jnp.int32)
-        first_layers = jnp.asarray(self._stages.first_layers, jnp.int32)
-        batch = self._batch.microbatch(microbatch)
-        task = Task(self._params, batch, vp_stages[stage], first_layers[stage], stage, stage_state)
-        return vary(task, self._axes)
+        vp_stages = jnp.asarray([vp_stage for _, vp_stage in self.stages.placement], jnp.int32)
+        first_layers = jnp.asarray(self.stages.first_layers, jnp.int32)
+        batch = self.batch.microbatch(microbatch)
+        task = Task(self.params, batch, vp_stages[stage], first_layers[stage], stage, stage_state)
+        return vary(task, self.axes)
 
     def _run_program_of(
         self, stage: Array, run: Callable[[StageProgram, _SlotResult], _SlotResult], result: _SlotResult
     ) -> _SlotResult:
         """Run the program of a stage and return the updated results."""
-        choice = jnp.asarray(self._stages.program_of)[stage]
-        return self._switch(choice, [partial(run, program) for program in self._stages.programs], result)
+        choice = jnp.asarray(self.stages.program_of)[stage]
+        return self._switch(choice, [partial(run, program) for program in self.stages.programs], result)
 
     def _switch(
         self, choice: Array, branches: Sequence[Callable[[_SlotResult], _SlotResult]], result: _SlotResult
@@ -366,29 +360,24 @@ class _Execution:
         def run(branch: Callable[[_SlotResult], _SlotResult], result: _SlotResult) -> _SlotResult:
             result = branch(result)
             zeros = {name: _zeros(like) for name, like in self._likes.items() if getattr(result, name) is None}
-            return vary(result._replace(**zeros), self._axes)
+            return vary(result._replace(**zeros), self.axes)
 
         return lax.switch(jnp.int32(choice), [partial(run, branch) for branch in branches], result)
 
     def _send(self, x: Any, direction: int) -> tuple[Any, ...]:
         """Send a value to the rank ``shift`` places ahead (1) or behind (-1), for each shift; all ranks take part."""
-        p = self._table.schedule.pp_size
+        p = self.table.schedule.pp_size
         return tuple(
             lax.ppermute(x, PIPELINE_AXIS, [(rank, (rank + direction * shift) % p) for rank in range(p)])
             if shift
             else x
-            for shift in self._table.shifts
+            for shift in self.table.shifts
         )
 
 
 def _no_action(result: _SlotResult) -> _SlotResult:
     """Return the results unchanged."""
     return result
-
-
-def _on_device(x: Array) -> Array:
-    """Copy an array to the device if it is on the host."""
-    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def _likes(tree: Any) -> Any:
@@ -401,14 +390,14 @@ def _zeros(likes: Any) -> Any:
     return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), likes)
 
 
-def _slot(buffers: Any, slot: Array) -> Any:
-    """Return the values in a slot of the buffers."""
-    return jax.tree.map(lambda buffer: buffer[slot], buffers)
+def _read_entry(buffers: Any, entry: Array) -> Any:
+    """Return the values in an entry of the buffers."""
+    return jax.tree.map(lambda buffer: buffer[entry], buffers)
 
 
-def _store(buffers: Any, slot: Array, values: Any) -> Any:
-    """Return the buffers with values stored in a slot."""
-    return jax.tree.map(lambda buffer, value: buffer.at[slot].set(value), buffers, values)
+def _store(buffers: Any, entry: Array, values: Any) -> Any:
+    """Return the buffers with values stored in an entry."""
+    return jax.tree.map(lambda buffer, value: buffer.at[entry].set(value), buffers, values)
 
 
 def _collect(collected: Any, microbatch: Array, values: Any) -> Any:

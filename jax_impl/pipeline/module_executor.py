@@ -19,6 +19,7 @@ from jax_impl.pipeline.module_stages import (
     LossFunction,
     Microbatches,
     ModuleStages,
+    StageLayouts,
     UserStage,
     is_number_in_state,
     stage_of_function,
@@ -27,7 +28,15 @@ from jax_impl.pipeline.module_stages import (
 )
 from jax_impl.pipeline.packed_layout import PackedLayout
 from jax_impl.pipeline.programs import DATA_AXIS, PIPELINE_AXIS, StagedParameters
-from jax_impl.pipeline.transforms import TRANSFORMS, by_pmap, by_shard_map, shardings_of, whole_array
+from jax_impl.pipeline.transforms import (
+    TRANSFORMS,
+    by_pmap,
+    by_shard_map,
+    check_axes,
+    check_options,
+    shardings_of,
+    whole_array,
+)
 
 
 class PipelineExecutor:
@@ -95,7 +104,8 @@ class PipelineExecutor:
         slots: str = "canonical",
         transform: str = "shard_map",
     ) -> None:
-        _check_options(loss_reduction, saves, slots, transform)
+        check_options(loss_reduction=(loss_reduction, ("mean", "sum")), saves=(saves, SAVES))
+        check_options(slots=(slots, SLOTS), transform=(transform, TRANSFORMS))
         self._users = _user_stages(stages, parameters)
         self._modules = [stage for stage in stages if isinstance(stage, nnx.Module)]
         self.mesh = _mesh(mesh, len(stages), transform)
@@ -105,19 +115,19 @@ class PipelineExecutor:
         self._fused = slots == "fused"
         self._transform = transform
         self._loss_fn = loss_fn
-        self._loss_scale = None if loss_reduction == "mean" else 1.0
+        self._loss_weight = None if loss_reduction == "mean" else 1.0
         shared = _found_shared(self._users) if shared_parameters is None else shared_parameters
         self._shared = _shared_indices(self._users, shared)
-        self._shared_by: list[dict[int, int]] = [{} for _ in stages]
+        shared_by: list[dict[int, int]] = [{} for _ in stages]
         for index, places in enumerate(self._shared):
             for stage, i in places.items():
-                self._shared_by[stage][i] = index
+                shared_by[stage][i] = index
         own = [
-            [None if i in self._shared_by[n] else _shape_of(leaf) for i, leaf in enumerate(user.params)]
+            [None if i in shared_by[n] else _shape_of(leaf) for i, leaf in enumerate(user.params)]
             for n, user in enumerate(self._users)
         ]
-        self._layout = PackedLayout(own, ranks)
-        self._state_layout = PackedLayout([[*map(_shape_of, user.state)] for user in self._users], ranks)
+        state = [[*map(_shape_of, user.state)] for user in self._users]
+        self._layouts = StageLayouts(PackedLayout(own, ranks), PackedLayout(state, ranks), shared_by)
         self._static: dict[tuple, list[dict[int, Any]]] = {}
         """Python numbers in the state of every stage that a step reads from the modules, by the key of _runs."""
         self._own_state: tuple[Any, list[Set[int]]] = (None, [])
@@ -144,12 +154,12 @@ class PipelineExecutor:
                 raise ValueError("parameters: expected arrays, got shapes; give the parameters of each stage")
         else:
             values = [*map(self._leaves_of, range(len(self._users)), _of_all(parameters, len(self._users)))]
-        layers = self._layout.stack([[*map(whole_array, leaves)] for leaves in values])
-        ends = []
+        layers = self._layouts.params.stack([[*map(whole_array, leaves)] for leaves in values])
+        replicated = []
         for places in self._shared:
             stage, i = min(places.items())
-            ends.append(np.broadcast_to(whole_array(values[stage][i]), self._users[stage].params[i].shape))
-        staged = StagedParameters(layers, ends)
+            replicated.append(np.broadcast_to(whole_array(values[stage][i]), self._users[stage].params[i].shape))
+        staged = StagedParameters(layers, replicated)
         return jax.tree.map(jax.device_put, staged, shardings_of(staged, self.mesh))
 
     def join_parameters(self, staged: Any) -> list[Any]:
@@ -160,10 +170,10 @@ class PipelineExecutor:
                 "or the gradients of a step"
             )
         host = jax.tree.map(whole_array, staged)
-        values = self._layout.unstack(host.layers)
+        values = self._layouts.params.unstack(host.layers)
         for index, places in enumerate(self._shared):
             for stage, i in places.items():
-                values[stage][i] = host.ends[index]
+                values[stage][i] = host.replicated[index]
         return [
             jax.tree.unflatten(user.structure, map(jnp.asarray, leaves))
             for user, leaves in zip(self._users, values, strict=True)
@@ -182,7 +192,7 @@ class PipelineExecutor:
             for module, values in zip(self._modules, self.join_parameters(params), strict=True):
                 nnx.update(module, values)
         if state is not None:
-            values = self._state_layout.unstack(jax.tree.map(whole_array, state))
+            values = self._layouts.state.unstack(jax.tree.map(whole_array, state))
             for module, leaves in zip(self._modules, values, strict=True):
                 nnx.update(module, state_of_module(module, leaves))
 
@@ -220,7 +230,7 @@ class PipelineExecutor:
     def _state_of_modules(self) -> dict[str, Array]:
         """Return the state of the nnx modules, distributed over the ranks; see initial_state."""
         self._read_modules()
-        state = StagedParameters(self._state_layout.stack([[*user.state] for user in self._users]), [])
+        state = StagedParameters(self._layouts.state.stack([[*user.state] for user in self._users]), [])
         return jax.tree.map(jax.device_put, state, shardings_of(state, self.mesh)).layers
 
     def _run(
@@ -257,7 +267,7 @@ class PipelineExecutor:
             self._runs[key] = self._make_run(kind, state is not None)
         try:
             result = self._runs[key](
-                StagedParameters((params.layers, given), params.ends), Microbatches(inputs, targets)
+                StagedParameters((params.layers, given), params.replicated), Microbatches(inputs, targets)
             )
         except Exception:
             if key not in self._static:  # the next call has to trace the stages again, which finds their numbers
@@ -281,7 +291,7 @@ class PipelineExecutor:
         ]
         if not any(checked):
             return
-        values = self._state_layout.unstack(jax.tree.map(whole_array, state))
+        values = self._layouts.state.unstack(jax.tree.map(whole_array, state))
         for stage, (user, numbers, leaves) in enumerate(zip(self._users, checked, values, strict=True)):
             for i, number in numbers.items():
                 if not is_number_in_state(number, leaves[i]):
@@ -346,22 +356,14 @@ class PipelineExecutor:
         packed, state = params.layers
         schedule = self.schedule if kind == "step" else forwards_of(self.schedule)
         stages = ModuleStages(
-            self._users,
-            self._layout.ranks,
-            self._layout,
-            self._state_layout,
-            self._shared_by,
-            batch,
-            self._loss_fn,
-            self._loss_scale,
-            kind != "forward",
+            self._users, self._layouts, batch, self._loss_fn, self._loss_weight, collects_losses=kind != "forward"
         )
         if kind == "step" and stages.changed_state:
             self._check_state(stages.changed_state, has_state)
         saves = self._saves if kind == "step" else "inputs"
         table = compile_lockstep(schedule, self._fused and kind == "step", saves)
         axes = tuple(self.mesh.axis_names)
-        params = StagedParameters(packed, params.ends)
+        params = StagedParameters(packed, params.replicated)
         result = run_lockstep(stages, table, saves, axes, params, batch, MoveCounter(), state)
         state = result.stage_state
         gradients = result.gradients
@@ -543,25 +545,8 @@ def _mesh(mesh: Mesh | None, num_stages: int, transform: str) -> Mesh:
             f"mesh: expected an axis {PIPELINE_AXIS!r}, and besides at most an axis {DATA_AXIS!r}, got "
             f"{dict(mesh.shape)}; rename its axes"
         )
-    if transform == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
-        raise ValueError(
-            f"transform: expected 'shard_map' with a mesh {dict(mesh.shape)}, got 'pmap', which supports axis "
-            f"{PIPELINE_AXIS!r} alone"
-        )
+    check_axes(transform, mesh)
     return mesh
-
-
-def _check_options(loss_reduction: str, saves: str, slots: str, transform: str) -> None:
-    """Raise a ValueError if an option is unknown."""
-    options = (
-        ("loss_reduction", loss_reduction, ("mean", "sum")),
-        ("saves", saves, SAVES),
-        ("slots", slots, SLOTS),
-        ("transform", transform, TRANSFORMS),
-    )
-    for name, value, choices in options:
-        if value not in choices:
-            raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

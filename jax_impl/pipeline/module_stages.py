@@ -6,7 +6,7 @@ rank and dtype (packed_layout.py), messages into one vector per dtype that is as
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from diptych_kernels.mesh_axes import match_varying_axes
 from jax_impl.pipeline.packed_layout import PackedLayout
 from jax_impl.pipeline.packing import is_key, longest_vectors, pack, unpack
-from jax_impl.pipeline.programs import Task
+from jax_impl.pipeline.programs import StageProgram, Task
 from jax_impl.traced_programs import passed_through
 
 LossFunction = Callable[[Any, Any], Array]
@@ -71,6 +71,21 @@ class UserStage:
     state_identities: Mapping[Any, str] = field(default_factory=dict, repr=False)
     state_names: tuple[str, ...] = field(default=(), repr=False)
     static: dict[int, Any] = field(default_factory=dict, repr=False)
+
+
+class StageLayouts(NamedTuple):
+    """The places of the parameters and the state of all stages."""
+
+    params: PackedLayout
+    """Those of the parameters that are not shared."""
+    state: PackedLayout
+    """Those of the state."""
+    shared_by: Sequence[Mapping[int, int]]
+    """For each stage, index of a shared parameter by the index of the parameter."""
+
+    def key(self, stage: int) -> tuple:
+        """Return a key that is equal for stages with the same places."""
+        return self.params.key(stage), self.state.key(stage), tuple(self.shared_by[stage].items())
 
 
 class _Message(NamedTuple):
@@ -236,73 +251,52 @@ def _updated(old: Any, leaf: Any) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class ModuleProgram:
-    """The program of stages of a user that differ in their parameters and state alone; see StageProgram."""
+class ModuleProgram(StageProgram):
+    """The program of stages of a user that differ in their parameters and state alone.
+
+    Values saved for backward and parameters stay on the device, and jax.checkpoint in the user's function decides what
+    is saved.
+    """
 
     stages: "ModuleStages" = field(repr=False)
     number: int
     """Number of the first stage with this program."""
-    first: bool
-    last: bool
     user: UserStage
     received: _Message
     sent: _Message
 
     def select(self, task: Task) -> dict[str, Array]:
         """Return the parameters of a stage by index (as text), because their names need not be unique."""
-        own = self.stages.params.select(task.params.layers, self.number, task.stage)
-        shared = self.stages.shared_by[self.number]
-        return {str(i): task.params.ends[shared[i]] if i in shared else value for i, value in enumerate(own)}
+        own = self.stages.layouts.params.select(task.params.layers, self.number, task.stage)
+        shared = self.stages.layouts.shared_by[self.number]
+        return {str(i): task.params.replicated[shared[i]] if i in shared else value for i, value in enumerate(own)}
 
     def add(self, sums: Any, task: Task, gradients: Mapping[str, Array]) -> Any:
         """Add the gradients of a stage to the sums of a rank, in the dtype of the sums, and return the sums."""
-        shared = self.stages.shared_by[self.number]
+        shared = self.stages.layouts.shared_by[self.number]
         values = {int(index): gradient for index, gradient in gradients.items()}
         own = {i: gradient for i, gradient in values.items() if i not in shared}
-        layers = self.stages.params.update(sums.layers, self.number, task.stage, own, jnp.add)
-        ends = list(sums.ends)
+        layers = self.stages.layouts.params.update(sums.layers, self.number, task.stage, own, jnp.add)
+        replicated = list(sums.replicated)
         for i, gradient in values.items():
             if i in shared:
-                ends[shared[i]] += gradient.astype(ends[shared[i]].dtype)
-        return sums._replace(layers=layers, ends=ends)
+                replicated[shared[i]] += gradient.astype(replicated[shared[i]].dtype)
+        return sums._replace(layers=layers, replicated=replicated)
 
     def run(self, parameters: Mapping[str, Array], x: Any, task: Task) -> tuple[Any, Any]:
         """Return the packed message of a stage, or the loss or output of the last one, and the rank's new state."""
         received = task.batch.inputs
         if not self.first:
             received = jax.tree.unflatten(self.received.structure, unpack(x, self.received.likes))
-        state = self.stages.state.select(task.state, self.number, task.stage)
+        layout = self.stages.layouts.state
+        state = layout.select(task.state, self.number, task.stage)
         y, new, _ = self.user.apply([parameters[str(i)] for i in range(len(parameters))], state, received)
         changed = {i: value for i, (old, value) in enumerate(zip(state, new, strict=True)) if value is not old}
-        new_state = self.stages.state.update(task.state, self.number, task.stage, changed, lambda _, value: value)
+        new_state = layout.update(task.state, self.number, task.stage, changed, lambda _, value: value)
         if self.last:
             return _varying_like(self.stages.finish(y, task.batch.targets), x), new_state
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(y)]
         return _varying_like(pack(leaves, self.stages.vectors), x), new_state
-
-    def tap_shapes(self, task: Task, x: Any) -> dict[str, tuple]:
-        """Return {}: the operands of weight gradients are found in the traced backward."""
-        del task, x
-        return {}
-
-    @property
-    def defers_products(self) -> bool:
-        """True: W computes the matrix products that only weight gradients need."""
-        return True
-
-    def offloads(self, layer: int | None, name: str | None) -> bool:
-        """Return False: values that a user's stage saves stay on the device."""
-        del layer, name
-        return False
-
-    def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``run``: jax.checkpoint in the user's function decides what is saved."""
-        return run
-
-    def fetching(self, gradients: Mapping[str, Any], replays: bool) -> AbstractContextManager:
-        """Return an empty context: parameters are on the device."""
-        del gradients, replays
-        return nullcontext()
 
 
 class ModuleStages:
@@ -310,13 +304,10 @@ class ModuleStages:
 
     Args:
         users: all stages.
-        ranks: rank of each stage.
-        params: layout of the parameters that are not shared.
-        state: layout of the state.
-        shared_by: for each stage, index of a shared parameter by the index of the parameter.
+        layouts: places of their parameters and state.
         data: microbatches, of the shape that a rank has.
         loss_fn: the loss; None: the output of the last stage is the loss.
-        loss_scale: factor of each loss in the gradients; None: 1 / m.
+        loss_weight: factor of each loss in the gradients; None: 1 / m.
         collects_losses: if False, the outputs of the last stage are collected.
 
     Raises:
@@ -328,19 +319,14 @@ class ModuleStages:
     def __init__(
         self,
         users: Sequence[UserStage],
-        ranks: Sequence[int],
-        params: PackedLayout,
-        state: PackedLayout,
-        shared_by: Sequence[Mapping[int, int]],
+        layouts: StageLayouts,
         data: Microbatches,
         loss_fn: LossFunction | None,
-        loss_scale: float | None,
+        loss_weight: float | None,
         collects_losses: bool,
     ) -> None:
-        self.params = params
-        self.state = state
-        self.shared_by = shared_by
-        self.loss_scale = loss_scale
+        self.layouts = layouts
+        self.loss_weight = loss_weight
         self.collects_losses = collects_losses
         self._loss_fn = loss_fn
         self.changed_state: list[str] = []
@@ -351,16 +337,16 @@ class ModuleStages:
         self.vectors = self.vectors or {"float32": jax.ShapeDtypeStruct((1,), "float32")}
         """Shapes of the packed messages."""
         self._collected = jax.tree.unflatten(*messages[-1])
-        self.placement = [(rank, sum(before == rank for before in ranks[:n])) for n, rank in enumerate(ranks)]
+        ranks = layouts.params.ranks
+        self.placement = [(rank, ranks[:n].count(rank)) for n, rank in enumerate(ranks)]
         self.first_layers = [0] * len(users)
         programs: dict[Any, ModuleProgram] = {}
         self.program_of: list[int] = []
         for n, user in enumerate(users):
             ends = n == 0, n == len(users) - 1
-            places = params.key(n), state.key(n), tuple(shared_by[n].items())
-            key = (user.key, user.structure, ends, places, *messages[n : n + 2])
+            key = (user.key, user.structure, ends, layouts.key(n), *messages[n : n + 2])
             if key not in programs:
-                programs[key] = ModuleProgram(self, n, *ends, user, *messages[n : n + 2])
+                programs[key] = ModuleProgram(*ends, self, n, user, *messages[n : n + 2])
             self.program_of.append([*programs].index(key))
         self.programs = [*programs.values()]
 

@@ -1,11 +1,12 @@
 """Offload in a pipeline: each action fetches the layers of its stage and evicts them at its end.
 
 An action is a branch of the program, and a copy that starts in a branch also ends in it. A window therefore ends with
-the action (``diptych.plans.offload.plan_actions``): its first layer is fetched late, the others ahead of their use.
-Values saved for backward are stored in slots. With activation offload the slots are in host memory; they are written
-at the end of a forward and read at the start of its backward.
+the action (``diptych.plans.offload.plan_actions``): its first layer is a miss, the others are fetched ahead of their
+use. Values saved for backward are stored in the entries of a buffer. With activation offload the entries are in host
+memory; they are written at the end of a forward and read at the start of its backward.
 
-The optimizer updates slot by slot. A slot is one layer of every rank, or padding on ranks with fewer layers.
+The optimizer updates position by position. A position is one layer of every rank, or padding on ranks with fewer
+layers.
 """
 
 from collections import Counter
@@ -46,15 +47,15 @@ class OffloadedPipeline:
         self._evaluations = self.plans
         if not self.moves_parameters:
             return
-        slots = slots_of(staged)
-        self._slots = list(dict.fromkeys(slot for slot in slots if slot is not None))
-        numbers = [None if slot is None else self._slots.index(slot) for slot in slots]
+        positions = positions_of(staged)
+        self._positions = list(dict.fromkeys(each for each in positions if each is not None))
+        numbers = [None if each is None else self._positions.index(each) for each in positions]
         self._parameters = OffloadedParameters(staged, numbers, _is_staged, _staged_part)
-        self._sizes = {number: dict[str, int]() for number in range(len(self._slots))}
+        self._sizes = {number: dict[str, int]() for number in range(len(self._positions))}
         for index, (number, leaf) in enumerate(zip(numbers, jax.tree.leaves(staged), strict=True)):
             if number is not None:
                 self._sizes[number][str(index)] = leaf.nbytes // leaf.shape[0]
-        layers = self._layers_of_slots()
+        layers = self._layers_of_positions()
         self.plans = [
             join_plans([plan_actions(config, num_microbatches, rank), self._plan_update(of_rank)])
             for rank, of_rank in enumerate(layers)
@@ -62,7 +63,7 @@ class OffloadedPipeline:
         self._evaluations = [
             plan_actions(config, num_microbatches, rank, forward_only=True) for rank in range(len(layers))
         ]
-        self._update = self._plan_update(range(len(self._slots))).steps
+        self._update = self._plan_update(range(len(self._positions))).moves
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -73,8 +74,8 @@ class OffloadedPipeline:
         replicas = self._step.mesh.size // len(self.plans)
         arrays = Counter[int]()
         if self.moves_parameters:
-            for layers in self._layers_of_slots():
-                arrays |= Counter({layer: len(self._sizes[slot]) for slot, layer in enumerate(layers)})
+            for layers in self._layers_of_positions():
+                arrays |= Counter({layer: len(self._sizes[place]) for place, layer in enumerate(layers)})
         schedule = schedule_for(self._step.config, self._num_microbatches)
         forwards = sum(action.kind == "F" for actions in schedule.actions for action in actions)
         moved = self._step.moved.times(forwards * replicas)
@@ -94,26 +95,26 @@ class OffloadedPipeline:
             return update_function(params, state, gradients)
         return self._parameters.update(self._update, update_function, params, state, gradients, on_device, self.trace)
 
-    def _layers_of_slots(self) -> list[list[int]]:
-        """Return the layer in each slot, by rank; padding has a number that no layer has."""
+    def _layers_of_positions(self) -> list[list[int]]:
+        """Return the layer at each position, by rank; padding has a number that no layer has."""
         config = self._step.config
         result = [
-            [config.num_layers + slot for slot in range(len(self._slots))]
+            [config.num_layers + place for place in range(len(self._positions))]
             for _ in range(config.pipeline_model_parallel_size)
         ]
         for layer, (rank, vp_stage, index) in self._step.stages.by_layer().items():
-            result[rank][self._slots.index((index.kind, vp_stage, index.position))] = layer
+            result[rank][self._positions.index((index.kind, vp_stage, index.position))] = layer
         return result
 
     def _plan_update(self, layers: Any) -> OffloadPlan:
         """Return the moves of the optimizer's update of these layers."""
-        sizes = {layer: self._sizes[slot] for slot, layer in enumerate(layers)}
+        sizes = {layer: self._sizes[place] for place, layer in enumerate(layers)}
         uses = [Use("S", layer) for layer in layers]
         return plan_offload(uses, sizes, self._step.config.tensor_offload_num_prefetch_layers, then=())
 
 
-def slots_of(staged: StagedParameters) -> list[tuple[int, int, int] | None]:
-    """Return kind, virtual stage and position of the layers behind every leaf, or None for leaves of the ends."""
+def positions_of(staged: StagedParameters) -> list[tuple[int, int, int] | None]:
+    """Return kind, virtual stage and position of the layers behind every leaf, or None for replicated leaves."""
     paths: list[Any] = [path for path, _ in jax.tree_util.tree_flatten_with_path(staged)[0]]
     return [(path[1].idx, path[3].idx, path[4].idx) if path[0].name == "layers" else None for path in paths]
 
@@ -124,6 +125,6 @@ def _is_staged(item: Any) -> bool:
 
 
 def _staged_part(leaves: list[Any], is_layer: bool) -> StagedParameters:
-    """Return some leaves as StagedParameters, which separate leaves stacked by rank from the ends."""
+    """Return some leaves as StagedParameters, which separate leaves stacked by rank from replicated ones."""
     staged_class: Any = StagedParameters  # here with lists instead of dictionaries
     return staged_class(leaves, []) if is_layer else staged_class([], leaves)

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from diptych.plans.optimizer_shares import share_size
 from jax_impl.pipeline.programs import CONTEXT_AXIS, DATA_AXIS, StagedParameters
-from jax_impl.pipeline.transforms import staged_specs, with_rank_axes
+from jax_impl.pipeline.transforms import shardings_of, staged_specs, with_rank_axes
 
 
 class OptimizerShares:
@@ -31,7 +31,7 @@ class OptimizerShares:
         """Number of devices with the same parameters."""
         whole = staged_specs(mesh)
         self.specs = StagedParameters(*(PartitionSpec(*spec, self.axes) for spec in whole))
-        """PartitionSpecs of the shares: [p * n, entries] of layers; [n, entries] or [entries] of the ends."""
+        """PartitionSpecs of the shares: [p * n, entries] of layers; [n, entries] or [entries] of replicated ones."""
         self._divide = jax.shard_map(
             self._own_shares, mesh=mesh, in_specs=(whole,), out_specs=self.specs, check_vma=False
         )
@@ -75,10 +75,7 @@ class OptimizerShares:
 
     def shardings(self, shares: StagedParameters) -> StagedParameters:
         """Return the sharding of every leaf of a tree of shares."""
-        layers, ends = (NamedSharding(self._mesh, spec) for spec in self.specs)
-        return StagedParameters(
-            jax.tree.map(lambda _: layers, shares.layers), jax.tree.map(lambda _: ends, shares.ends)
-        )
+        return shardings_of(shares, self._mesh, self.specs)
 
     def _own_shares(self, staged: StagedParameters) -> StagedParameters:
         """Return this device's shares of its arrays, with an axis of ranks."""

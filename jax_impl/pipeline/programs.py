@@ -1,7 +1,9 @@
 """The interface between the executor and stages, which are parts of this project's model or functions of a user."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jax import Array
@@ -22,7 +24,7 @@ class StagedParameters(NamedTuple):
 
     layers: Any
     """Those of the stages, divided by rank, with leaves [p, ...], or [p * n, ...] over n tensor-parallel ranks."""
-    ends: Any
+    replicated: Any
     """Those that several stages may read, equal on every rank; over n tensor-parallel ranks their parts, [n, ...]."""
 
 
@@ -43,40 +45,39 @@ class Task(NamedTuple):
     """Values of the rank that forwards change, such as the statistics of a batch norm."""
 
 
-@runtime_checkable
-class StageProgram(Protocol):
-    """The program of stages with equal structure."""
+@dataclass(frozen=True, eq=False)
+class StageProgram(ABC):
+    """The program of stages with equal structure.
 
-    @property
-    def first(self) -> bool:
-        """True for the first stage, which reads the microbatch instead of a message."""
-        ...
+    By default nothing is offloaded, and the operands of weight gradients are found in the traced backward.
+    """
 
-    @property
-    def last(self) -> bool:
-        """True for the last stage, which returns the loss of the microbatch."""
-        ...
+    first: bool
+    """True for the first stage, which reads the microbatch instead of a message."""
+    last: bool
+    """True for the last stage, which returns the loss of the microbatch."""
 
+    @abstractmethod
     def select(self, task: Task) -> dict[str, Array]:
         """Return the parameters of a stage by name."""
-        ...
 
+    @abstractmethod
     def add(self, sums: Any, task: Task, gradients: Mapping[str, Array]) -> Any:
         """Add the gradients of a stage to the sums of a rank, in the dtype of the sums, and return the sums."""
-        ...
 
+    @abstractmethod
     def run(self, parameters: Mapping[str, Array], x: Any, task: Task) -> tuple[Any, Any]:
         """Return the message of a stage (or the loss) and the new state of the rank."""
-        ...
-
-    def tap_shapes(self, task: Task, x: Any) -> dict[str, tuple]:
-        """Return input and output shape of every linear map whose weight gradient W computes, by the weight's name."""
-        ...
 
     @property
     def defers_products(self) -> bool:
         """True if W computes the matrix products that only weight gradients need; see deferred_products.py."""
-        ...
+        return True
+
+    def tap_shapes(self, task: Task, x: Any) -> dict[str, Any]:
+        """Return input and output shape of every linear map whose weight gradient W computes, by the weight's name."""
+        del task, x
+        return {}
 
     def offloads(self, layer: int | None, name: str | None) -> bool:
         """Return True if a value that a layer saves for backward moves to the host.
@@ -85,20 +86,22 @@ class StageProgram(Protocol):
             layer: number of the layer, in the stage from which the program was made; None: outside of layers.
             name: name of the value; None: it has none.
         """
-        ...
+        del layer, name
+        return False
 
     def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``run`` with the rule for what it saves for backward in a slot."""
-        ...
+        """Return ``run`` with the rule for what it saves for backward in a buffer entry."""
+        return run
 
-    def fetching(self, gradients: Mapping[str, Any], replays: bool) -> AbstractContextManager:
+    def fetching(self, gradients: Mapping[str, Any], replays: bool) -> AbstractContextManager[Any]:
         """Return a context in which the stage fetches offloaded parameters.
 
         Args:
             gradients: for every parameter, zeros that receive its gradient, or its taps.
             replays: True if backward replays the stage.
         """
-        ...
+        del gradients, replays
+        return nullcontext()
 
 
 @runtime_checkable
@@ -127,7 +130,7 @@ class StagePrograms(Protocol):
 
     @property
     def min_offload_bytes(self) -> int:
-        """Smallest size in bytes at which a slot of saved values moves to the host."""
+        """Smallest size in bytes at which a buffer entry of saved values moves to the host."""
         ...
 
     @property
@@ -136,7 +139,7 @@ class StagePrograms(Protocol):
         ...
 
     @property
-    def loss_scale(self) -> float | None:
+    def loss_weight(self) -> float | None:
         """Factor of each microbatch's loss in the gradients; None: 1 / number of microbatches."""
         ...
 

@@ -3,11 +3,12 @@
 With saves="inputs", a stage saves only its input, and backward replays the stage. With saves="residuals", it saves the
 residuals of jax.vjp that the recompute settings leave, and replays only what these settings require.
 
-The residuals are stored in slots. A pull-back of JAX is a tree whose leaves are arrays. Leaves computed from parameters
-alone (a weight, its cast to bfloat16) are available anyway and are not saved. The others are concatenated into one
-vector for each dtype. It is as long as the longest of all stages, so that different stages share a buffer. Leaves of
-layers whose values move to the host have separate vectors. Backward traces the stage again to get a pull-back with the
-same tree and replaces its leaves by the saved ones. XLA removes operations that lead only to replaced leaves.
+The residuals are stored in entries of buffers. A pull-back of JAX is a tree whose leaves are arrays. Leaves computed
+from parameters alone (a weight, its cast to bfloat16) are available anyway and are not saved. The others are
+concatenated into one vector for each dtype. It is as long as the longest of all stages, so that different stages share
+a buffer. Leaves of layers whose values move to the host have separate vectors. Backward traces the stage again to get a
+pull-back with the same tree and replaces its leaves by the saved ones. XLA removes operations that lead only to
+replaced leaves.
 
 If the schedule splits the backward, I computes all gradients except those of the weights of linear maps. Instead it
 saves the input of each map and the gradient of its output, and W multiplies them. I and W together compute the same

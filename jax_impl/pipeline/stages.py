@@ -11,11 +11,11 @@ depend on the stage.
 
 The fields of StagedParameters are therefore
 
-    layers   by kind of layer: name within the layer to [p, v, layers, ...]
-    ends     parameters of embedding, final norm and head, by canonical name
+    layers       by kind of layer: name within the layer to [p, v, layers, ...]
+    replicated   parameters of embedding, final norm and head, by canonical name
 
-Over n tensor-parallel ranks, p in this shape is p * n, with the n parts of a pipeline rank next to each other, and the
-ends have a first axis of n parts.
+Over n tensor-parallel ranks, p in this shape is p * n, with the n parts of a pipeline rank next to each other, and
+replicated parameters have a first axis of n parts.
 
 With offload, layers move separately, so they are separate arrays: instead of a stack, there are lists by virtual stage
 and position in the stage of arrays [p, ...]. Every stage then has its own program with a fixed virtual stage, because a
@@ -51,7 +51,7 @@ from jax_impl.fp8 import SharingRanks
 from jax_impl.linear_products import LinearTap, LinearTaps
 from jax_impl.modules import set_gradient_factor, set_sharing_ranks
 from jax_impl.offload import single_pass, without_offload
-from jax_impl.pipeline.programs import CONTEXT_AXIS, TENSOR_AXIS, StagedParameters, Task
+from jax_impl.pipeline.programs import CONTEXT_AXIS, TENSOR_AXIS, StagedParameters, StageProgram, Task
 from jax_impl.recompute import recompute_policy
 from jax_impl.tensor_parallel import TensorParallel, sum_repeated
 
@@ -103,11 +103,9 @@ class StackIndex(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
-    """The program of stages with equal structure."""
+class Program(StageProgram):
+    """The program of stages of the model with equal structure."""
 
-    first: bool
-    last: bool
     layers: tuple[StackIndex, ...]
     numbers: tuple[int, ...]
     """Numbers of the layers in the stage from which the program was made."""
@@ -145,7 +143,7 @@ class Program:
             Hidden states with streams concatenated [b, T, S*D], or in the last stage the mean loss in nats per token.
         """
         offloads = self.config.enable_tensor_offload
-        with contextlib.nullcontext() if offloads else without_offload():  # the executor's slots hold activations
+        with contextlib.nullcontext() if offloads else without_offload():  # the executor's buffers hold activations
             return self._run(parameters, x, batch, first_layer)
 
     def _run(self, parameters: Mapping[str, Array], x: Array, batch: Batch, first_layer: Array) -> Array:
@@ -182,7 +180,7 @@ class Program:
         for name in self.names:
             index, suffix = self._stack_index(name)
             if index is None:
-                result[name] = params.ends[name]
+                result[name] = params.replicated[name]
             elif self.vp_stage is None:
                 result[name] = params.layers[index.kind][suffix][vp_stage, index.position]
             else:
@@ -191,18 +189,18 @@ class Program:
 
     def add(self, sums: StagedParameters, task: Task, gradients: Mapping[str, Array]) -> StagedParameters:
         """Add the gradients of a stage to the sums of a rank, in the dtype of the sums, and return the sums."""
-        layers, ends = jax.tree.map(lambda x: x, (list(sums.layers), sums.ends))  # copies of the containers
+        layers, replicated = jax.tree.map(lambda x: x, (list(sums.layers), sums.replicated))  # copies of the containers
         for name, gradient in gradients.items():
             index, suffix = self._stack_index(name)
             if index is None:
-                ends[name] += gradient.astype(ends[name].dtype)
+                replicated[name] += gradient.astype(replicated[name].dtype)
             elif self.vp_stage is None:
                 stack = layers[index.kind][suffix]
                 layers[index.kind][suffix] = stack.at[task.vp_stage, index.position].add(gradient.astype(stack.dtype))
             else:
                 own = layers[index.kind][suffix][self.vp_stage]
                 own[index.position] += gradient.astype(own[index.position].dtype)
-        return StagedParameters(tuple(layers), ends)
+        return StagedParameters(tuple(layers), replicated)
 
     @property
     def defers_products(self) -> bool:
@@ -238,7 +236,7 @@ class Program:
         return is_offloaded(name, self.config.layer(layer).offload)
 
     def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``run`` with the rule for what it saves for backward in a slot."""
+        """Return ``run`` with the rule for what it saves for backward in a buffer entry."""
         if self.recomputes:
             return run
         # Without a policy JAX saves everything that a derivative reads, and XLA fuses most of it away; in a slot
@@ -261,7 +259,7 @@ class Program:
             if number is not None:
                 by_layer[number].append(gradients[name])
         context = single_pass(self.config, self.blocks, includes_backward=replays)
-        return context._replace(gradients=by_layer, activations={}, named=not replays).active()
+        return context._replace(gradient_taps=by_layer, activations={}, named=not replays).active()
 
     @property
     def recomputes(self) -> bool:
@@ -273,7 +271,7 @@ class Program:
         return split_name(name)[0] if name.startswith(LAYERS) else None
 
     def _stack_index(self, name: str) -> tuple[StackIndex | None, str]:
-        """Return the stack index and the name within the layer; None and the name for parameters of the ends."""
+        """Return the stack index and the name within the layer; None and the name for replicated parameters."""
         if not name.startswith(LAYERS):
             return None, name
         number, suffix = split_name(name)
@@ -297,13 +295,13 @@ class Stages:
     """Index of the program of each stage."""
     first_layers: tuple[int, ...]
     """Number of the first layer of each stage, or of the next stage's if the stage has no layers."""
-    loss_scale: None = None
+    loss_weight: None = None
     """Gradients are those of the mean of the microbatches' losses."""
     collects_losses: bool = True
 
     @property
     def min_offload_bytes(self) -> int:
-        """Smallest size in bytes at which a slot of saved values moves to the host."""
+        """Smallest size in bytes at which a buffer entry of saved values moves to the host."""
         return self.config.activation_offload_min_bytes
 
     def gradient_dtype(self, parameter: Array) -> DTypeLike:
@@ -344,11 +342,11 @@ class Stages:
         ]
         size = self.tensor_parallel.size
         layers: list[dict[str, Any]] = [{} for _ in self.kinds]
-        ends = {}
+        replicated = {}
         for name, value in values.items():
             parts = [rank_part(np.asarray(value), self.specs[name].split, size, part) for part in range(size)]
             if not name.startswith(LAYERS):
-                ends[name] = parts[0] if size == 1 else np.stack(parts)
+                replicated[name] = parts[0] if size == 1 else np.stack(parts)
                 continue
             number, suffix = split_name(name)
             rank, vp_stage, (kind, position) = by_layer[number]
@@ -359,14 +357,14 @@ class Stages:
                 layers[kind][suffix][rank * size + part, vp_stage, position] = value
         if self.config.enable_tensor_offload:
             layers = jax.tree.map(lambda x: [[x[:, v, i] for i in range(x.shape[2])] for v in range(virtual)], layers)
-        return StagedParameters(tuple(layers), ends)
+        return StagedParameters(tuple(layers), replicated)
 
     def unstack(self, staged: StagedParameters) -> dict[str, Any]:
         """Return staged parameters by canonical name, without padding."""
         size = self.tensor_parallel.size
-        result = dict(staged.ends)
+        result = dict(staged.replicated)
         if size > 1:
-            result = {name: join_parts(parts, self.specs[name].split) for name, parts in staged.ends.items()}
+            result = {name: join_parts(parts, self.specs[name].split) for name, parts in staged.replicated.items()}
         for number, (rank, vp_stage, (kind, position)) in self.by_layer().items():
             for suffix, value in staged.layers[kind].items():
                 stack = value[vp_stage][position] if isinstance(value, list) else value[:, vp_stage, position]
@@ -424,7 +422,7 @@ class Stages:
             }
             for kind, stacks in enumerate(staged.layers)
         )
-        return StagedParameters(layers, {name: change(name, x) for name, x in staged.ends.items()})
+        return StagedParameters(layers, {name: change(name, x) for name, x in staged.replicated.items()})
 
 
 def divide_model(

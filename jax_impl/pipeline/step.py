@@ -26,7 +26,15 @@ from jax_impl.pipeline.executor import run_lockstep
 from jax_impl.pipeline.optimizer_shares import OptimizerShares
 from jax_impl.pipeline.programs import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, StagedParameters
 from jax_impl.pipeline.stages import Batch, divide_model, names_of
-from jax_impl.pipeline.transforms import TRANSFORMS, by_pmap, by_shard_map, shardings_of, whole_array
+from jax_impl.pipeline.transforms import (
+    TRANSFORMS,
+    by_pmap,
+    by_shard_map,
+    check_axes,
+    check_options,
+    shardings_of,
+    whole_array,
+)
 from jax_impl.pipeline.wavefront import run_wavefront
 
 
@@ -162,7 +170,7 @@ class PipelineStep:
             jax.tree.map(lambda x, n=n: jax.ShapeDtypeStruct(x.shape[n:], x.dtype), staged)
             for n in (stack_axes, end_axes)
         ]
-        return StagedParameters(shapes[0].layers, shapes[1].ends)
+        return StagedParameters(shapes[0].layers, shapes[1].replicated)
 
     def counted_once(self, gradients: StagedParameters, shapes: StagedParameters | None = None) -> StagedParameters:
         """Return gradients with zeros where another rank has the same entry, for sums over all ranks.
@@ -310,11 +318,7 @@ def _mesh(config: TransformerConfig, mesh: Mesh | None, transform: str) -> Mesh:
                 f"mesh: expected an axis {axis!r} of size {name}={size}, got {dict(mesh.shape)}; change the mesh or "
                 f"{name}"
             )
-    if transform == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
-        raise ValueError(
-            f"transform: expected 'shard_map' with a mesh {dict(mesh.shape)}, got 'pmap', which supports axis "
-            f"{PIPELINE_AXIS!r} alone; pass transform='shard_map'"
-        )
+    check_axes(transform, mesh)
     return mesh
 
 
@@ -333,13 +337,7 @@ def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
 
 def _check_options(model: nnx.Module, config: TransformerConfig, transform: str, saves: str, slots: str) -> None:
     """Raise a ValueError if an option is unknown or not supported, or the model is not the undivided model."""
-    for name, value, choices in (
-        ("transform", transform, TRANSFORMS),
-        ("slots", slots, SLOTS),
-        ("saves", saves, SAVES),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
+    check_options(transform=(transform, TRANSFORMS), slots=(slots, SLOTS), saves=(saves, SAVES))
     if config.enable_tensor_offload and transform == "pmap":
         raise ValueError(
             "transform: expected 'shard_map' with enable_tensor_offload, got 'pmap', which does not support arrays in "

@@ -1,6 +1,6 @@
 """The two transforms that run one function on every device of a mesh: jax.pmap and jax.shard_map."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,22 @@ from jax_impl.pipeline.programs import PIPELINE_AXIS, TENSOR_AXIS, StagedParamet
 TRANSFORMS = ("pmap", "shard_map")
 
 
+def check_options(**options: tuple[str, Sequence[str]]) -> None:
+    """Raise a ValueError if an option is unknown; ``options`` are values and choices by name."""
+    for name, (value, choices) in options.items():
+        if value not in choices:
+            raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
+
+
+def check_axes(transform: str, mesh: Mesh) -> None:
+    """Raise a ValueError if a transform does not support the axes of a mesh."""
+    if transform == "pmap" and mesh.axis_names != (PIPELINE_AXIS,):
+        raise ValueError(
+            f"transform: expected 'shard_map' with a mesh {dict(mesh.shape)}, got 'pmap', which supports axis "
+            f"{PIPELINE_AXIS!r} alone; pass transform='shard_map'"
+        )
+
+
 def by_pmap(local: Callable, mesh: Mesh) -> Any:
     """Return a function that runs ``local`` on every device by jax.pmap.
 
@@ -21,7 +37,7 @@ def by_pmap(local: Callable, mesh: Mesh) -> Any:
             all ranks, and gradients.
         mesh: mesh with the axis of the pipeline alone.
     """
-    by_rank = StagedParameters(layers=0, ends=None)
+    by_rank = StagedParameters(layers=0, replicated=None)
     devices = list(mesh.devices.flat)
     run = jax.pmap(local, PIPELINE_AXIS, in_axes=(by_rank, None), out_axes=(None, by_rank), devices=devices)
     if jax.process_count() == 1:
@@ -30,10 +46,10 @@ def by_pmap(local: Callable, mesh: Mesh) -> Any:
 
     def run_and_gather(params: StagedParameters, batch: Any) -> tuple[Any, StagedParameters]:
         """Return global arrays, because pmap returns only the gradients of the process's own ranks."""
-        collected, (layers, ends) = run(params, batch)
+        collected, (layers, replicated) = run(params, batch)
         layers = to_global(layers, mesh, PartitionSpec(PIPELINE_AXIS))
-        collected, ends = to_global((collected, ends), mesh, PartitionSpec())
-        return collected, StagedParameters(layers, ends)
+        collected, replicated = to_global((collected, replicated), mesh, PartitionSpec())
+        return collected, StagedParameters(layers, replicated)
 
     return run_and_gather
 
@@ -65,10 +81,12 @@ def by_shard_map(
     return jax.jit(jax.shard_map(squeezed, mesh=mesh, **specs))
 
 
-def shardings_of(staged: StagedParameters, mesh: Mesh) -> StagedParameters:
-    """Return the sharding of every leaf of a staged tree."""
-    layers, ends = (NamedSharding(mesh, spec) for spec in staged_specs(mesh))
-    return StagedParameters(jax.tree.map(lambda _: layers, staged.layers), jax.tree.map(lambda _: ends, staged.ends))
+def shardings_of(staged: StagedParameters, mesh: Mesh, specs: StagedParameters | None = None) -> StagedParameters:
+    """Return the sharding of every leaf of a staged tree; ``specs`` are those of staged_specs by default."""
+    layers, replicated = (NamedSharding(mesh, spec) for spec in specs or staged_specs(mesh))
+    return StagedParameters(
+        jax.tree.map(lambda _: layers, staged.layers), jax.tree.map(lambda _: replicated, staged.replicated)
+    )
 
 
 def staged_specs(mesh: Mesh) -> StagedParameters:
@@ -80,8 +98,8 @@ def staged_specs(mesh: Mesh) -> StagedParameters:
 
 def with_rank_axes(staged: StagedParameters, mesh: Mesh, change: Callable[[Any], Any]) -> StagedParameters:
     """Change the leaves that have a first axis of ranks."""
-    ends = jax.tree.map(change, staged.ends) if TENSOR_AXIS in mesh.axis_names else staged.ends
-    return StagedParameters(jax.tree.map(change, staged.layers), ends)
+    replicated = jax.tree.map(change, staged.replicated) if TENSOR_AXIS in mesh.axis_names else staged.replicated
+    return StagedParameters(jax.tree.map(change, staged.layers), replicated)
 
 
 def whole_array(value: Any) -> np.ndarray:

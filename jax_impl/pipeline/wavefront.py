@@ -47,9 +47,9 @@ def run_wavefront(
         gradients = StagedParameters((), {})
     else:
         gradients, losses = jax.grad(mean_of, has_aux=True)(params)
-    losses, ends = lax.psum((losses, gradients.ends), PIPELINE_AXIS)
+    losses, replicated = lax.psum((losses, gradients.replicated), PIPELINE_AXIS)
     replica_axes = tuple(axis for axis in (DATA_AXIS, CONTEXT_AXIS) if axis in axes)
-    return lax.pmean(losses, replica_axes), gradients._replace(ends=ends)
+    return lax.pmean(losses, replica_axes), gradients._replace(replicated=replicated)
 
 
 def _checkpoint(stages: Stages, saves: Saves) -> Any:

@@ -1,7 +1,7 @@
 """Recompute by policy: activations are dropped after forward and recomputed in backward.
 
-This package uses ``jax.checkpoint`` policies; its mirror ``reference_torch/recompute`` empties and refills storages.
-``diptych/plans/recompute.py`` decides which values are dropped.
+This package uses ``jax.checkpoint`` policies. Its counterpart ``reference_torch/recompute`` empties and refills
+storages. ``diptych/plans/recompute.py`` decides which values are dropped.
 """
 
 from jax_impl.recompute.modules import ModuleBytes, RecomputedModules, recompute_modules

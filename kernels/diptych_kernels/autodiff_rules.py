@@ -72,7 +72,7 @@ def column_sum(backend: Backend, x: Array, rows: int, width: int) -> Array:
 
 def _sinkhorn_forward(backend: Backend, static: MappingOptions, logits: Array):
     """Compute the doubly stochastic matrices of logits [..., S, S]. Only the logits are saved."""
-    return backend(launch_configs.sinkhorn_forward, _sinkhorn_sizes(static, logits), logits), (logits,)
+    return backend(launch_configs.sinkhorn_forward, _mapping_sizes(static, logits), logits), (logits,)
 
 
 def _sinkhorn_backward(backend: Backend, static: MappingOptions, saved: tuple, grad: Array):
@@ -81,18 +81,13 @@ def _sinkhorn_backward(backend: Backend, static: MappingOptions, saved: tuple, g
     dn = (dm - sum(dm m)) / sum(n), with sums over the axis of the normalisation.
     """
     (logits,) = saved
-    return backend(launch_configs.sinkhorn_backward, _sinkhorn_sizes(static, logits), logits, grad)
+    return backend(launch_configs.sinkhorn_backward, _mapping_sizes(static, logits), logits, grad)
 
 
-def _sinkhorn_sizes(static: MappingOptions, logits: Array) -> dict[str, Any]:
-    """Return the size arguments of both Sinkhorn launches."""
-    *lead, streams, _ = logits.shape
-    return dict(
-        lead=tuple(lead),
-        streams=streams,
-        dtype=dtype_name(logits),
-        options=static,
-    )
+def _mapping_sizes(static: MappingOptions, x: Array) -> dict[str, Any]:
+    """Return the size arguments of launches on coefficients of logits [..., S, S] or of streams x [..., S, D]."""
+    *lead, streams, _ = x.shape
+    return dict(lead=tuple(lead), streams=streams, dtype=wide(dtype_name(x)), options=static)
 
 
 def _mappings_forward(backend: Backend, static: MappingOptions, x: Array, phi: Array, alpha: Array, bias: Array):
@@ -104,7 +99,7 @@ def _mappings_forward(backend: Backend, static: MappingOptions, x: Array, phi: A
     sizes = _stream_sizes(x)
     narrow = backend.cast(phi, sizes["dtype"])
     projected, r = backend(launch_configs.project_forward, {**sizes, "epsilon": static.rms_epsilon}, x, narrow)
-    outputs = backend(launch_configs.mappings_forward, _mappings_sizes(static, x), projected, r, alpha, bias)
+    outputs = backend(launch_configs.mappings_forward, _mapping_sizes(static, x), projected, r, alpha, bias)
     return outputs, (x, phi, alpha, bias, projected, r)
 
 
@@ -130,7 +125,7 @@ def _mappings_backward(
         residual_grad: gradient of x as a residual, which dx includes; None: 0.
     """
     x, phi, alpha, bias, projected, r = saved
-    sizes = {**_mappings_sizes(static, x), "width": x.shape[-1]}
+    sizes = {**_mapping_sizes(static, x), "width": x.shape[-1]}
     dprojected, shrink, rows = backend(launch_configs.mappings_backward, sizes, projected, r, alpha, bias, *grads)
     narrow = backend.cast(phi, dtype_name(x))
     sizes = {**_stream_sizes(x), "aggregate": aggregate is not None, "residual_grad": residual_grad is not None}
@@ -141,17 +136,6 @@ def _mappings_backward(
     dphi = column_sum(backend, dphi, dphi.shape[0], math.prod(phi.shape)).reshape(phi.shape)
     sums = column_sum(backend, rows, *rows.shape)
     return dx, backend.cast(dphi, dtype_name(phi)), sums[:3], sums[3:]
-
-
-def _mappings_sizes(static: MappingOptions, x: Array) -> dict[str, Any]:
-    """Return the size arguments of the launches that compute coefficients and their gradients."""
-    *lead, streams, _ = x.shape
-    return dict(
-        lead=tuple(lead),
-        streams=streams,
-        dtype=wide(dtype_name(x)),
-        options=static,
-    )
 
 
 def _stream_sizes(x: Array) -> dict[str, Any]:
@@ -260,36 +244,27 @@ def _fill_missing(inputs: tuple) -> list[Array]:
     return [coefficients if x is None else x for x in inputs]
 
 
-def _swiglu_forward(backend: Backend, static: None, x: Array):
-    """Compute silu(gate) value for x = [gate | value]; only x is saved."""
-    return backend(launch_configs.swiglu_forward, _swiglu_sizes(x), x), (x,)
+def _activation(name: str, forward: Callable[..., Launch], backward: Callable[..., Launch], inputs: int) -> Operation:
+    """Return the rules of an activation, which saves only its input.
 
+    Args:
+        name: name of the operation.
+        forward: launch x [..., inputs * width] -> [..., width].
+        backward: launch x, grad -> dx.
+        inputs: number of inputs of each output element.
+    """
 
-def _swiglu_backward(backend: Backend, static: None, saved: tuple, grad: Array):
-    """Compute dx = [grad value silu'(gate) | grad silu(gate)]."""
-    return backend(launch_configs.swiglu_backward, _swiglu_sizes(*saved), *saved, grad)
+    def sizes(x: Array) -> dict[str, Any]:
+        *lead, width = x.shape
+        return dict(lead=tuple(lead), width=width // inputs, dtype=dtype_name(x))
 
+    def run_forward(backend: Backend, static: None, x: Array):
+        return backend(forward, sizes(x), x), (x,)
 
-def _swiglu_sizes(x: Array) -> dict[str, Any]:
-    """Return the size arguments of both SwiGLU launches; the width is that of the output."""
-    *lead, width = x.shape
-    return dict(lead=tuple(lead), width=width // 2, dtype=dtype_name(x))
+    def run_backward(backend: Backend, static: None, saved: tuple, grad: Array):
+        return backend(backward, sizes(*saved), *saved, grad)
 
-
-def _gelu_forward(backend: Backend, static: None, x: Array):
-    """Compute x Phi(x); only x is saved."""
-    return backend(launch_configs.gelu_forward, _gelu_sizes(x), x), (x,)
-
-
-def _gelu_backward(backend: Backend, static: None, saved: tuple, grad: Array):
-    """Compute dx = grad (Phi(x) + x phi(x))."""
-    return backend(launch_configs.gelu_backward, _gelu_sizes(*saved), *saved, grad)
-
-
-def _gelu_sizes(x: Array) -> dict[str, Any]:
-    """Return the size arguments of both GELU launches."""
-    *lead, width = x.shape
-    return dict(lead=tuple(lead), width=width, dtype=dtype_name(x))
+    return Operation(name, run_forward, run_backward)
 
 
 SINKHORN = Operation("sinkhorn", _sinkhorn_forward, _sinkhorn_backward)
@@ -298,5 +273,7 @@ AGGREGATE = Operation("aggregate", _aggregate_forward, _aggregate_backward)
 READ = Operation("read_streams", _read_forward, _read_backward, num_outputs=3)
 READ_WITH_RESIDUAL = Operation("read_streams_with_residual", _read_with_residual_forward, _read_backward, num_outputs=4)
 WRITE = Operation("write_streams", _write_forward, _write_backward)
-SWIGLU = Operation("swiglu", _swiglu_forward, _swiglu_backward)
-GELU = Operation("gelu", _gelu_forward, _gelu_backward)
+SWIGLU = _activation("swiglu", launch_configs.swiglu_forward, launch_configs.swiglu_backward, inputs=2)
+"""silu(gate) value for x = [gate | value]; dx = [grad value silu'(gate) | grad silu(gate)]."""
+GELU = _activation("gelu", launch_configs.gelu_forward, launch_configs.gelu_backward, inputs=1)
+"""x Phi(x); dx = grad (Phi(x) + x phi(x))."""

@@ -313,36 +313,39 @@ def _matrices(block: Block, streams: int, dtype: str) -> int:
     return max(1, block.rows * 16 // size)
 
 
-def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, options: MappingOptions) -> Launch:
-    """Configure the launch logits -> matrices."""
+def _of_matrices(
+    builder: Callable,
+    block: Block,
+    lead: tuple[int, ...],
+    streams: int,
+    dtype: str,
+    outputs: list[tuple[tuple[int, ...], str]],
+    **constants: int | float | str | bool,
+) -> Launch:
+    """Configure a launch over the matrices [S, S] of all tokens."""
     tokens = math.prod(lead)
     rows = _matrices(block, streams, dtype)
-    constants = options.constants(streams)
-    outputs = [((*lead, streams, streams), dtype)]
     grid = (math.ceil(tokens / rows),)
-    return launch_of("coefficients", sinkhorn_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
+    return launch_of("coefficients", builder, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
+
+
+def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, options: MappingOptions) -> Launch:
+    """Configure the launch logits -> matrices."""
+    outputs = [((*lead, streams, streams), dtype)]
+    return _of_matrices(sinkhorn_forward, block, lead, streams, dtype, outputs, **options.constants(streams))
 
 
 def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, options: MappingOptions) -> Launch:
     """Configure the launch logits, grad -> dlogits."""
-    tokens = math.prod(lead)
-    rows = _matrices(block, streams, dtype)
-    constants = options.constants(streams)
     outputs = [((*lead, streams, streams), dtype)]
-    grid = (math.ceil(tokens / rows),)
-    return launch_of(
-        "coefficients", sinkhorn_backward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows
-    )
+    return _of_matrices(sinkhorn_backward, block, lead, streams, dtype, outputs, **options.constants(streams))
 
 
 def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, options: MappingOptions) -> Launch:
     """Configure the launch projected, r, alpha, bias -> h_pre, h_post, h_res."""
-    tokens = math.prod(lead)
-    rows = _matrices(block, streams, dtype)
     constants = dict(**options.constants(streams), TRANSPOSED=options.transposed)
     outputs = [((*lead, streams), dtype), ((*lead, streams), dtype), ((*lead, streams, streams), dtype)]
-    grid = (math.ceil(tokens / rows),)
-    return launch_of("coefficients", mappings_forward, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
+    return _of_matrices(mappings_forward, block, lead, streams, dtype, outputs, **constants)
 
 
 def mappings_backward(

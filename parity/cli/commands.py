@@ -5,6 +5,8 @@ import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +18,7 @@ from diptych.planner.request import PlanRequest, parse_bytes
 from diptych.planner.step_time import Machine
 from diptych.plans.checkpoint import list_checkpoints, with_definition, with_model_of
 from diptych.plans.config import MODEL_RULES, DataConfig, TrainConfig, TransformerConfig
+from diptych.plans.config.rules import check_at_least
 from diptych.plans.families.folder import source_of
 from diptych.plans.families.presets import find_model
 from diptych.plans.recompute import NO_RECOMPUTE
@@ -150,9 +153,7 @@ class TrainingRun:
         return self.nproc or self.model.model_parallel_size
 
     def __post_init__(self) -> None:
-        for name in ("num_threads", "log_interval", "nproc"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        check_at_least(1, num_threads=self.num_threads, log_interval=self.log_interval, nproc=self.nproc)
         if self.num_threads > (os.cpu_count() or 1):
             raise ValueError(
                 f"num_threads: expected at most this machine's {os.cpu_count()} cores, got {self.num_threads}"
@@ -214,10 +215,8 @@ class Train(TrainingRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.save_interval < 0:
-            raise ValueError(f"save_interval: expected at least 0, got {self.save_interval}")
-        if self.exit_step is not None and self.exit_step < 1:
-            raise ValueError(f"exit_step: expected at least 1, got {self.exit_step}")
+        check_at_least(0, save_interval=self.save_interval)
+        check_at_least(1, exit_step=self.exit_step)
         if not 0.0 < self.join_timeout <= LONGEST_TIMEOUT:
             raise ValueError(
                 f"join_timeout: expected more than 0 and at most {LONGEST_TIMEOUT:g} seconds, got {self.join_timeout}"
@@ -308,8 +307,7 @@ class Sample:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("prompt: expected at least one character, got none")
-        if self.length < 1:
-            raise ValueError(f"length: expected at least 1, got {self.length}")
+        check_at_least(1, length=self.length)
         if not self.temperature >= 0.0:
             raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
         if not 0 <= self.seed < 2**32:
@@ -393,14 +391,17 @@ class Locate:
                 raise ValueError(f"torch_side, jax_side: expected FILE.py:FUNCTION, got {side!r}")
 
 
-Command = tyro.conf.OmitSubcommandPrefixes[
-    Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Sample, tyro.conf.subcommand("sample")]
-    | Annotated[Info, tyro.conf.subcommand("info")]
-    | Annotated[Import, tyro.conf.subcommand("import")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Curves, tyro.conf.subcommand("curves")]
-    | Annotated[Locate, tyro.conf.subcommand("locate")]
+COMMANDS: dict[str, type] = {
+    "compare": Compare,
+    "train": Train,
+    "plan": Plan,
+    "sample": Sample,
+    "info": Info,
+    "import": Import,
+    "export": Export,
+    "curves": Curves,
+    "locate": Locate,
+}
+Command: Any = tyro.conf.OmitSubcommandPrefixes[
+    reduce(or_, (Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items()))
 ]

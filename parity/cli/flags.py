@@ -12,33 +12,9 @@ from typing import Any, get_args, get_type_hints
 import tyro
 
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
-from parity.cli.commands import (
-    Command,
-    Compare,
-    Curves,
-    Export,
-    Import,
-    Info,
-    Locate,
-    Plan,
-    Sample,
-    Train,
-    UnreadableScheduleError,
-    with_configuration,
-)
+from parity.cli.commands import COMMANDS, Command, UnreadableScheduleError, with_configuration
 from parity.cli.config_file import with_config_file
 
-COMMANDS: dict[str, type] = {
-    "compare": Compare,
-    "train": Train,
-    "plan": Plan,
-    "sample": Sample,
-    "info": Info,
-    "import": Import,
-    "export": Export,
-    "curves": Curves,
-    "locate": Locate,
-}
 GROUPS = {"model": TransformerConfig, "train": TrainConfig, "data": DataConfig}
 """Fields of a command that are configurations; their own fields are flags."""
 POSITIONAL = {

@@ -86,7 +86,7 @@ def planned_trace(config: TransformerConfig, first: bool = False) -> list[str]:
         config: the model.
         first: the step starts with all layers on the host and ends so, as in JAX. Otherwise it follows another step.
     """
-    return " ".join(map(str, step_plan(config, first).steps)).split()
+    return " ".join(map(str, step_plan(config, first).moves)).split()
 
 
 def step_plan(config: TransformerConfig, first: bool = False) -> OffloadPlan:

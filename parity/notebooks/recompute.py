@@ -37,15 +37,10 @@ from reference_torch.recompute.region import Slot, slot_at
 from reference_torch.transformer import GPTModel as TorchModel
 
 MIB = 2**20
-_SELECTIVE = {"recompute_granularity": "selective"}
+_SELECTIVE = ("layernorm", "activation", "mlp", "mhc", "mhc+layernorm", "mhc+layernorm+activation")
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
-    "layernorm": {**_SELECTIVE, "recompute_modules": ("layernorm",)},
-    "activation": {**_SELECTIVE, "recompute_modules": ("activation",)},
-    "mlp": {**_SELECTIVE, "recompute_modules": ("mlp",)},
-    "mhc": {**_SELECTIVE, "recompute_modules": ("mhc",)},
-    "mhc+layernorm": {**_SELECTIVE, "recompute_modules": ("mhc", "layernorm")},
-    "mhc+layernorm+activation": {**_SELECTIVE, "recompute_modules": ("mhc", "layernorm", "activation")},
+    **{mode: {"recompute_granularity": "selective", "recompute_modules": (*mode.split("+"),)} for mode in _SELECTIVE},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 """Settings of recompute, by name."""

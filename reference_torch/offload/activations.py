@@ -1,7 +1,7 @@
 """Activation offload: tensors saved for backward move to the host after forward and return for backward.
 
 The tensors that one forward of a layer saves form a group, which moves together: all of them, or the values of some
-names. Each memory moves once for a layer, even if several views of it are saved. Parameters, small tensors and outputs
+names. Each storage moves once for a layer, even if several views of it are saved. Parameters, small tensors and outputs
 that recompute discards do not move.
 """
 
@@ -22,20 +22,20 @@ from reference_torch.recompute.region import slot_of
 
 
 class HostPool:
-    """A pool of host memories by size, so that no memory is allocated once every size has occurred.
+    """A pool of storages on the host by size, so that no storage is allocated once every size has occurred.
 
     Args:
-        link: link to the host, which allocates the memories.
+        link: link to the host, which allocates the storages.
     """
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._free: dict[int, list[UntypedStorage]] = defaultdict(list)
         self.allocated = 0
-        """Number of memories allocated so far."""
+        """Number of storages allocated so far."""
 
     def take(self, nbytes: int) -> UntypedStorage:
-        """Return a memory of ``nbytes`` bytes.
+        """Return a storage of ``nbytes`` bytes.
 
         Raises:
             OffloadError: the host has no free memory.
@@ -46,19 +46,19 @@ class HostPool:
         return self._link.host_memory(nbytes)
 
     def clear(self) -> None:
-        """Release all memories that are not in use."""
+        """Release all storages that are not in use."""
         self._free.clear()
 
-    def give_back(self, memory: UntypedStorage) -> None:
-        """Return a memory to the pool once no copy reads or writes it."""
-        self._free[memory.nbytes()].append(memory)
+    def give_back(self, storage: UntypedStorage) -> None:
+        """Return a storage to the pool once no copy reads or writes it."""
+        self._free[storage.nbytes()].append(storage)
 
 
-class SavedMemory:
-    """The memory of saved tensors: on the device, being copied, or on the host.
+class SavedStorage:
+    """The storage of saved tensors: on the device, being copied, or on the host.
 
     Args:
-        storage: the memory on the device.
+        storage: the storage on the device.
         link: link to the host.
         pool: pool from which the host memory is taken.
     """
@@ -74,7 +74,7 @@ class SavedMemory:
         self._incoming: Copy | None = None
 
     def __del__(self) -> None:
-        for copied in (self._outgoing, self._incoming):  # the memories are reused, so the copies must have ended
+        for copied in (self._outgoing, self._incoming):  # the storages are reused, so the copies must have ended
             if copied is not None:
                 with contextlib.suppress(OffloadError):
                     copied.wait()
@@ -87,7 +87,7 @@ class SavedMemory:
         return None if self._device_storage is None else self._device_storage._cdata
 
     def watch(self, tensor: Tensor) -> int:
-        """Record the version of a tensor in this memory and return its index for check_unchanged.
+        """Record the version of a tensor in this storage and return its index for check_unchanged.
 
         Every tensor is recorded, because aliases made by ``.data`` have separate version counters.
         """
@@ -95,13 +95,13 @@ class SavedMemory:
         return len(self._watched) - 1
 
     def holds_unchanged(self, storage: UntypedStorage) -> bool:
-        """Return True if this is the memory of ``storage`` and has not changed since it was saved."""
+        """Return True if this is ``storage`` and it has not changed since it was saved."""
         return self.address == storage._cdata and not self._is_changed
 
     def evict(self) -> int:
         """Start the copy to the host if the host has no copy yet, and return the number of bytes copied.
 
-        A memory that was modified since stays on the device, where the read of backward finds that.
+        A storage that was modified since stays on the device, where the read of backward finds that.
         """
         if self._device_storage is None or self._outgoing is not None:
             return 0
@@ -153,14 +153,14 @@ class SavedMemory:
             except OffloadError:
                 self._device_storage = None
                 raise
-        assert self._device_storage is not None, "a memory was read before it was fetched"
+        assert self._device_storage is not None, "a storage was read before it was fetched"
         return self._device_storage
 
     def check_unchanged(self, index: int) -> None:
         """Check that a tensor was not modified after it was saved, as autograd does.
 
         Args:
-            index: index that watch() returned; a memory that has moved since is not checked, because its copy on the
+            index: index that watch() returned; a storage that has moved since is not checked, because its copy on the
                 host cannot change.
 
         Raises:
@@ -182,7 +182,7 @@ class SavedMemory:
 
 
 class ActivationGroup:
-    """The memories that one forward of a layer saves for backward.
+    """The storages that one forward of a layer saves for backward.
 
     Args:
         use: the forward.
@@ -197,41 +197,41 @@ class ActivationGroup:
         self.values = values
         self.named: list[NamedValue] = []
         """Values that the forward has named, until select()."""
-        self.memories: list[weakref.ref[SavedMemory]] = []  # only the graph keeps them alive
+        self.storages: list[weakref.ref[SavedStorage]] = []  # only the graph keeps them alive
 
     @property
-    def alive(self) -> list[SavedMemory]:
-        """Memories that the graph still uses."""
-        return [memory for memory in (reference() for reference in self.memories) if memory is not None]
+    def alive(self) -> list[SavedStorage]:
+        """Storages that the graph still uses."""
+        return [storage for storage in (reference() for reference in self.storages) if storage is not None]
 
     def select(self) -> None:
-        """Drop the memories of values that do not move from the group, once the forward has ended."""
+        """Drop the storages of values that do not move from the group, once the forward has ended."""
         if self.values is None:
             return
         names: dict[int, str] = {}
         for value in self.named:
             names.setdefault(value.storage.cdata, value.name)
-        self.memories = [
+        self.storages = [
             reference
-            for reference in self.memories
-            if (memory := reference()) is not None and names.get(memory.address or 0) in self.values
+            for reference in self.storages
+            if (storage := reference()) is not None and names.get(storage.address or 0) in self.values
         ]
         self.named = []
 
 
 class SavedActivation:
-    """A stand-in for a saved tensor: its memory, shape, stride, offset and dtype.
+    """A stand-in for a saved tensor: its storage, shape, stride, offset and dtype.
 
     Args:
         tensor: the saved tensor.
-        memory: the memory of the tensor.
+        storage: the storage of the tensor.
     """
 
-    __slots__ = ("dtype", "index", "memory", "offset", "shape", "stride")
+    __slots__ = ("dtype", "index", "offset", "shape", "storage", "stride")
 
-    def __init__(self, tensor: Tensor, memory: SavedMemory) -> None:
-        self.memory = memory
-        self.index = memory.watch(tensor)
+    def __init__(self, tensor: Tensor, storage: SavedStorage) -> None:
+        self.storage = storage
+        self.index = storage.watch(tensor)
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -244,7 +244,7 @@ class ActivationOffload:
     Args:
         link: link to the host.
         statistics: counters of the copies.
-        min_bytes: memories of fewer bytes stay on the device.
+        min_bytes: storages of fewer bytes stay on the device.
         record: called with each move. ``-a3.0`` means that the activations of layer 3 and microbatch 0 leave.
     """
 
@@ -256,7 +256,7 @@ class ActivationOffload:
         self._link = link
         self._statistics = statistics
         self._record = record
-        self._known: weakref.WeakValueDictionary[int, SavedMemory] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         self._on_host: dict[Use, ActivationGroup] = {}
         self._outgoing: ActivationGroup | None = None
 
@@ -270,21 +270,20 @@ class ActivationOffload:
         storage = tensor.untyped_storage()
         if storage.nbytes() < self.min_bytes:
             return None
-        memory = self._known.get(storage._cdata)
-        if memory is None or not memory.holds_unchanged(storage):
-            memory = SavedMemory(tensor.untyped_storage(), self._link, self.pool)
-            self._known[storage._cdata] = memory
-        if not any(reference() is memory for reference in group.memories):
-            group.memories.append(weakref.ref(memory))
-        return SavedActivation(tensor, memory)
+        saved = self._known.get(storage._cdata)
+        if saved is None or not saved.holds_unchanged(storage):
+            saved = SavedStorage(tensor.untyped_storage(), self._link, self.pool)
+            self._known[storage._cdata] = saved
+        if not any(reference() is saved for reference in group.storages):
+            group.storages.append(weakref.ref(saved))
+        return SavedActivation(tensor, saved)
 
     def unpack(self, saved: SavedActivation) -> Tensor:
-        """Return the saved tensor, after its memory is fetched and has arrived."""
-        memory = saved.memory
-        memory.check_unchanged(saved.index)
-        self._statistics.note_copies("in", [memory.fetch()])
+        """Return the saved tensor, after its storage is fetched and has arrived."""
+        saved.storage.check_unchanged(saved.index)
+        self._statistics.note_copies("in", [saved.storage.fetch()])
         with self._statistics.measure_wait(self._link.device):
-            storage = memory.wait_for_fetch()
+            storage = saved.storage.wait_for_fetch()
         empty: Any = torch.empty(0, dtype=saved.dtype, device=self._link.device)
         return empty.set_(storage, saved.offset, saved.shape, saved.stride)
 
@@ -295,7 +294,7 @@ class ActivationOffload:
         if group.stays_on_device or not group.alive:
             return
         self._record(activation_event("-", group.use))
-        self._statistics.note_copies("out", [memory.evict() for memory in group.alive])
+        self._statistics.note_copies("out", [storage.evict() for storage in group.alive])
         self._on_host[group.use] = group
         self._outgoing = group
 
@@ -303,8 +302,8 @@ class ActivationOffload:
         """Wait until the group that is being copied to the host has left the device."""
         group = self._outgoing
         self._outgoing = None
-        for memory in [] if group is None else group.alive:
-            memory.finish_eviction()
+        for storage in [] if group is None else group.alive:
+            storage.finish_eviction()
 
     def fetch(self, forwards: tuple[Use, ...]) -> None:
         """Start to copy the groups of these forwards to the device, in this order."""
@@ -313,6 +312,6 @@ class ActivationOffload:
             if group is None or not group.alive:
                 continue
             self._record(activation_event("+", use))
-            self._statistics.note_copies("in", [memory.fetch() for memory in group.alive])
+            self._statistics.note_copies("in", [storage.fetch() for storage in group.alive])
             if group is self._outgoing:
                 self._outgoing = None

@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import Link, OffloadError
-from reference_torch.offload.memory import OffloadedMemory, memory_of
 from reference_torch.offload.statistics import OffloadStatistics
+from reference_torch.offload.storage import OffloadedStorage, storage_of
 from reference_torch.offload.writes import OwnHook
 
 
@@ -31,15 +31,15 @@ class OffloadedGradients:
         self._link = link
         self._statistics = statistics
         self._layers: dict[int, list[nn.Parameter]] = {}
-        self._memories: dict[int, OffloadedMemory] = {}
+        self._storages: dict[int, OffloadedStorage] = {}
         """Memory of the gradient of a parameter, by the id of the parameter."""
         self._host: dict[int, UntypedStorage] = {}
-        """Host memory for the next gradient of a parameter, by the id of the parameter."""
-        self._kept: weakref.WeakSet[OffloadedMemory] = weakref.WeakSet()
+        """Host storage for the next gradient of a parameter, by the id of the parameter."""
+        self._kept: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
         """Memories of former gradients that other code holds."""
         self._arrived: dict[int, nn.Parameter] = {}
         """Parameters to whose gradients the running backward adds, by id."""
-        self._outgoing: list[OffloadedMemory] = []
+        self._outgoing: list[OffloadedStorage] = []
         """Memories whose copies to the host the running backward has begun."""
         self._handles: dict[int, RemovableHandle] = {}
         self._lock = threading.RLock()  # PyTorch runs backwards of a GPU in threads of its own
@@ -66,46 +66,46 @@ class OffloadedGradients:
     def evict_arrived(self) -> None:
         """Start to copy the gradients to the host that backward has added to since the last call."""
         with self._lock:
-            for memory in self._outgoing:
-                memory.finish_eviction()
+            for storage in self._outgoing:
+                storage.finish_eviction()
             arrived = list(self._arrived.values())
             self._arrived.clear()
-            self._outgoing = [memory for memory in map(self._memory_for, arrived) if memory is not None]
+            self._outgoing = [storage for storage in map(self._storage_for, arrived) if storage is not None]
             self._evict(self._outgoing)
 
     def fetch(self, layer: int | None) -> None:
         """Start to copy the gradients of a layer to the device; None: no layer."""
         with self._lock:
-            self._statistics.note_copies("in", [memory.fetch() for memory in self._memories_of(layer)])
+            self._statistics.note_copies("in", [storage.fetch() for storage in self._storages_of(layer)])
 
     def begin(self, layer: int) -> None:
         """Wait for the gradients of a layer before its update."""
         with self._lock:
             self.fetch(layer)
-            for memory in self._memories_of(layer):
-                memory.wait_for_fetch()
-                memory.unguard()
+            for storage in self._storages_of(layer):
+                storage.wait_for_fetch()
+                storage.unguard()
 
     def end(self, layer: int, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         """Start to copy the gradients of a layer to the host after its update."""
         with self._lock:
-            self._evict(self._memories_of(layer))
+            self._evict(self._storages_of(layer))
 
     def finish(self, layer: int | None) -> None:
         """Wait for the copies of a layer to the host and release its device memory; None: no layer."""
         with self._lock:
-            for memory in self._memories_of(layer):
-                memory.finish_eviction()
+            for storage in self._storages_of(layer):
+                storage.finish_eviction()
 
     def close(self) -> None:
         """Move everything to the device and remove every hook."""
         with self._lock:
             for handle in self._handles.values():
                 handle.remove()
-            for memory in (*self._memories.values(), *self._kept):
-                memory.release()
+            for storage in (*self._storages.values(), *self._kept):
+                storage.release()
             self._kept.clear()
-            for known in (self._handles, self._memories, self._host, self._layers, self._arrived):
+            for known in (self._handles, self._storages, self._host, self._layers, self._arrived):
                 known.clear()
             self._outgoing.clear()
 
@@ -113,56 +113,56 @@ class OffloadedGradients:
         """Fetch the gradient of a parameter, because backward adds to it next."""
         with self._lock:
             self._arrived[id(parameter)] = parameter
-            memory = self._known(parameter)
-            if memory is not None:
-                self._statistics.note_copies("in", [memory.fetch()])
-                memory.wait_for_fetch()
-                memory.unguard()
+            storage = self._known(parameter)
+            if storage is not None:
+                self._statistics.note_copies("in", [storage.fetch()])
+                storage.wait_for_fetch()
+                storage.unguard()
 
-    def _evict(self, memories: Sequence[OffloadedMemory]) -> None:
+    def _evict(self, storages: Sequence[OffloadedStorage]) -> None:
         """Start to copy gradients to the host; what other code holds stays on the device."""
-        self._statistics.note_copies("out", [memory.evict() for memory in memories])
+        self._statistics.note_copies("out", [storage.evict() for storage in storages])
 
-    def _memories_of(self, layer: int | None) -> list[OffloadedMemory]:
-        """Return the memories of a layer's present gradients; None: no layer."""
+    def _storages_of(self, layer: int | None) -> list[OffloadedStorage]:
+        """Return the storages of a layer's present gradients; None: no layer."""
         parameters = self._layers.get(layer, []) if layer is not None else []
-        return [memory for memory in map(self._known, parameters) if memory is not None]
+        return [storage for storage in map(self._known, parameters) if storage is not None]
 
-    def _known(self, parameter: nn.Parameter) -> OffloadedMemory | None:
-        """Return the memory of a parameter's present gradient, or None if that gradient never moved."""
+    def _known(self, parameter: nn.Parameter) -> OffloadedStorage | None:
+        """Return the storage of a parameter's present gradient, or None if that gradient never moved."""
         gradient = parameter.grad
-        memory = self._memories.get(id(parameter))
-        if memory is not None and memory.tensors[0] is gradient and not memory.has_own_storage:  # by .data =
-            del self._memories[id(parameter)]
-            self._host[id(parameter)] = memory.host
-            memory.forget_tensors()
-            memory = None
-        elif memory is not None and memory.tensors[0] is not gradient:
-            del self._memories[id(parameter)]
-            if memory.is_dropped:
-                self._host[id(parameter)] = memory.host  # copies run in order, so one that still runs does no harm
-                memory.forget_tensors()
+        storage = self._storages.get(id(parameter))
+        if storage is not None and storage.tensors[0] is gradient and not storage.has_own_storage:  # by .data =
+            del self._storages[id(parameter)]
+            self._host[id(parameter)] = storage.host
+            storage.forget_tensors()
+            storage = None
+        elif storage is not None and storage.tensors[0] is not gradient:
+            del self._storages[id(parameter)]
+            if storage.is_dropped:
+                self._host[id(parameter)] = storage.host  # copies run in order, so one that still runs does no harm
+                storage.forget_tensors()
             else:
-                self._kept.add(memory)
-            memory = None
-        if memory is None and gradient is not None:
-            former = memory_of(gradient)  # if other code kept the gradient, or took it from another parameter
-            if former is not None and (former in self._kept or any(former is m for m in self._memories.values())):
-                memory = self._memories[id(parameter)] = former
-        return memory
+                self._kept.add(storage)
+            storage = None
+        if storage is None and gradient is not None:
+            former = storage_of(gradient)  # if other code kept the gradient, or took it from another parameter
+            if former is not None and (former in self._kept or any(former is m for m in self._storages.values())):
+                storage = self._storages[id(parameter)] = former
+        return storage
 
-    def _memory_for(self, parameter: nn.Parameter) -> OffloadedMemory | None:
-        """Return the memory of a parameter's gradient, a new one for a new gradient; None: the gradient stays."""
-        memory = self._known(parameter)
+    def _storage_for(self, parameter: nn.Parameter) -> OffloadedStorage | None:
+        """Return the storage of a parameter's gradient, a new one for a new gradient; None: the gradient stays."""
+        storage = self._known(parameter)
         gradient = parameter.grad
-        if memory is None and gradient is not None and self._may_move(gradient):
+        if storage is None and gradient is not None and self._may_move(gradient):
             host = self._host.pop(id(parameter), None)
             if host is None or host.nbytes() != gradient.nbytes:
                 host = self._link.host_memory(gradient.nbytes)
             name = f"gradient of shape {tuple(gradient.shape)}"
-            memory = OffloadedMemory(name, [gradient], self._link, host=host, holders=2)  # held by .grad too
-            self._memories[id(parameter)] = memory
-        return memory
+            storage = OffloadedStorage(name, [gradient], self._link, host=host, holders=2)  # held by .grad too
+            self._storages[id(parameter)] = storage
+        return storage
 
     def _may_move(self, gradient: Tensor) -> bool:
         """Return True for a dense gradient without a graph, on the device, that owns its memory."""

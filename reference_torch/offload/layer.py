@@ -1,4 +1,4 @@
-"""A registered layer: its memories, and access to its state dict while its parameters are on the host."""
+"""A registered layer: its storages, and access to its state dict while its parameters are on the host."""
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
@@ -9,9 +9,9 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.hooks import RemovableHandle
 
 from reference_torch.offload.link import Link, OffloadError
-from reference_torch.offload.memory import OffloadedMemory, OffloadedParameter, OffloadedTensor
 from reference_torch.offload.observe import LayerObserver
 from reference_torch.offload.registry import forget, register
+from reference_torch.offload.storage import OffloadedParameter, OffloadedStorage, OffloadedTensor
 from reference_torch.offload.writes import (
     has_backward_hooks,
     has_forward_hooks,
@@ -20,20 +20,20 @@ from reference_torch.offload.writes import (
 )
 from reference_torch.recompute.region import is_held_only_by
 
-IN_USE = "its memory is used by others"
-"""The reason to retain a memory on the device if another holder reads it without fetching it first."""
+IN_USE = "its storage is used by others"
+"""The reason to retain a storage on the device if another holder reads it without fetching it first."""
 
 
 class OffloadedLayer:
-    """The tensors of a layer and their memories.
+    """The tensors of a layer and their storages.
 
     Args:
         layer_id: number of the layer.
         module: the layer.
-        known: memories of other layers, by address of their storage; shared memories are taken from there.
+        known: storages of other layers, by address; shared ones are taken from there.
         link: link to the host.
         fetch_for_access: called with the number if a tensor is used while the layer is not.
-        moves: True if its memories move.
+        moves: True if its storages move.
 
     Raises:
         OffloadError: the host has no free memory.
@@ -43,7 +43,7 @@ class OffloadedLayer:
         self,
         layer_id: int,
         module: nn.Module,
-        known: Mapping[int, OffloadedMemory],
+        known: Mapping[int, OffloadedStorage],
         link: Link,
         fetch_for_access: Callable[[int], None],
         moves: bool = True,
@@ -57,32 +57,32 @@ class OffloadedLayer:
         self.parameters = list(module.parameters())
         self.retained: list[str] = []
         """Names of the tensors that stay on the device, with the reason."""
-        self.memories: list[OffloadedMemory] = []
+        self.storages: list[OffloadedStorage] = []
         self._handles: list[RemovableHandle] = []
         self._ids = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
-        self._memory_of: dict[int, OffloadedMemory] = {}
+        self._storage_of: dict[int, OffloadedStorage] = {}
         for address, (storage, tensors) in self._by_storage().items() if moves else ():
-            memory = known.get(address)
-            reason = _reason_to_retain(storage, list(tensors.values())) if memory is None else None
+            moving = known.get(address)
+            reason = _reason_to_retain(storage, list(tensors.values())) if moving is None else None
             if reason is not None:
                 self.retained.append(f"{next(iter(tensors))}: {reason}")
                 continue
-            if memory is None:
+            if moving is None:
                 name = f"{next(iter(tensors))} of layer {layer_id}"
-                memory = OffloadedMemory(name, tensors.values(), link, lambda: fetch_for_access(layer_id))
+                moving = OffloadedStorage(name, tensors.values(), link, lambda: fetch_for_access(layer_id))
             else:
-                memory.add(tensors.values())
-            self.memories.append(memory)
-            self._memory_of.update(dict.fromkeys(map(id, tensors.values()), memory))
-        shared = {id(tensor) for memory in known.values() for tensor in memory.tensors}
+                moving.add(tensors.values())
+            self.storages.append(moving)
+            self._storage_of.update(dict.fromkeys(map(id, tensors.values()), moving))
+        shared = {id(tensor) for storage in known.values() for tensor in storage.tensors}
         self.own_parameters = [p for p in self.parameters if id(p) not in shared]
         self._parts = list(module.modules())
-        self._possible_statistics = [t for t in possible_statistics(self._parts) if id(t) in self._memory_of]
+        self._possible_statistics = [t for t in possible_statistics(self._parts) if id(t) in self._storage_of]
 
     @property
     def is_on_device(self) -> bool:
         """True if all bytes of the layer are on the device."""
-        return all(memory.is_on_device for memory in self.memories)
+        return all(storage.is_on_device for storage in self.storages)
 
     def has_any(self, tensors: Iterable[Tensor]) -> bool:
         """Return True if one of the tensors belongs to this layer."""
@@ -90,7 +90,7 @@ class OffloadedLayer:
 
     def devices(self) -> list[str]:
         """Return the device type from which each parameter can be read."""
-        on_host = {i for i, memory in self._memory_of.items() if not memory.is_on_device}
+        on_host = {i for i, storage in self._storage_of.items() if not storage.is_on_device}
         return ["cpu" if id(p) in on_host else p.device.type for p in self.parameters]
 
     def wait_for_fetch(self) -> None:
@@ -99,7 +99,7 @@ class OffloadedLayer:
         Raises:
             OffloadError: a copy failed; it is repeated at the next fetch.
         """
-        _for_each(self.memories, OffloadedMemory.wait_for_fetch)
+        _for_each(self.storages, OffloadedStorage.wait_for_fetch)
 
     def finish_eviction(self) -> None:
         """Wait for the copies to the host and release the device memory.
@@ -108,21 +108,21 @@ class OffloadedLayer:
             OffloadError: a copy failed; the layer stays on the device until its next eviction.
         """
         try:
-            _for_each(self.memories, OffloadedMemory.finish_eviction)
+            _for_each(self.storages, OffloadedStorage.finish_eviction)
         except OffloadError:
             self.is_resident = True
             raise
 
     def unguard(self) -> None:
         """Make the layer's tensors ordinary tensors, because the layer is in use."""
-        for memory in self.memories:
-            memory.unguard()
+        for storage in self.storages:
+            storage.unguard()
 
     def begin_replay(self) -> None:
         """Prepare for the replay of a region that reads the parameters and saves aliases of them for backward."""
         self._is_replayed = True
-        for memory in self.memories:
-            memory.begin_replay()
+        for storage in self.storages:
+            storage.begin_replay()
 
     def note_replay(self) -> None:
         """Record that the current use replays the layer's forward or a part of it."""
@@ -131,13 +131,13 @@ class OffloadedLayer:
     def end_replay(self) -> None:
         """Record that backward has consumed everything that the replay saved."""
         self._is_replayed = False
-        for memory in self.memories:
-            memory.end_replay()
+        for storage in self.storages:
+            storage.end_replay()
 
     def note_change(self) -> None:
         """Record that the parameters may differ from their copies on the host."""
-        for memory in self.memories:
-            memory.note_change()
+        for storage in self.storages:
+            storage.note_change()
 
     def note_untracked_writes(self, kind: str) -> None:
         """Record writes of a use that no version counter records.
@@ -155,18 +155,18 @@ class OffloadedLayer:
         runs_hooks = is_backward and has_backward_hooks(self._parts)
         runs_hooks = runs_hooks or (runs_forward and has_forward_hooks(self._parts))
         writes_buffers = runs_hooks or (runs_forward and any(part.training for part in self._parts))
-        for memory in self.memories:
-            for tensor in memory.tensors:
+        for storage in self.storages:
+            for tensor in storage.tensors:
                 if isinstance(tensor, nn.Parameter):
                     written = runs_hooks or (is_backward and has_gradient_hooks(tensor))
                 else:
                     written = writes_buffers
                 if written:
-                    memory.note_change()
+                    storage.note_change()
         if runs_forward:
             for tensor in self._possible_statistics:
                 if not tensor.requires_grad:
-                    self._memory_of[id(tensor)].note_difference()
+                    self._storage_of[id(tensor)].note_difference()
 
     def watch_state(
         self, require: Callable[[int], None], evict_unneeded: Callable[[], None], end_failed: Callable[[], None]
@@ -201,7 +201,7 @@ class OffloadedLayer:
             self.observer.close()
         for handle in self._handles:
             handle.remove()
-        _for_each(self.memories, OffloadedMemory.release)
+        _for_each(self.storages, OffloadedStorage.release)
         forget(self.module)
         self.is_resident = True
 
@@ -211,9 +211,9 @@ class OffloadedLayer:
         for name, tensor in chain(
             module.named_parameters(prefix[:-1], recurse=False), module.named_buffers(prefix[:-1], recurse=False)
         ):
-            memory = self._memory_of.get(id(tensor))
-            if memory is not None and name in state and not isinstance(state[name], nn.Parameter):
-                state[name] = memory.host_view(tensor)
+            storage = self._storage_of.get(id(tensor))
+            if storage is not None and name in state and not isinstance(state[name], nn.Parameter):
+                state[name] = storage.host_view(tensor)
 
     def _before_load(self, part: nn.Module, metadata: dict[str, Any], require: Callable[[int], None]) -> None:
         """Fetch the layer before its state is loaded.
@@ -232,8 +232,8 @@ class OffloadedLayer:
 
     def _allow_detach(self, allowed: bool) -> None:
         """Allow ``detach`` of the layer's tensors without a fetch, while a state dict is built."""
-        for memory in self.memories:
-            memory.may_be_detached = allowed
+        for storage in self.storages:
+            storage.may_be_detached = allowed
 
     def _by_storage(self) -> dict[int, tuple[UntypedStorage, dict[str, Tensor]]]:
         """Return the tensors by the address of their storage."""
@@ -251,12 +251,12 @@ class OffloadedLayer:
         return by_address
 
 
-def _for_each(memories: Iterable[OffloadedMemory], function: Callable[[OffloadedMemory], object]) -> None:
-    """Call a function on every memory, even after an error, then raise the first error."""
+def _for_each(storages: Iterable[OffloadedStorage], function: Callable[[OffloadedStorage], object]) -> None:
+    """Call a function on every storage, even after an error, then raise the first error."""
     errors = []
-    for memory in memories:
+    for storage in storages:
         try:
-            function(memory)
+            function(storage)
         except RuntimeError as error:  # an OffloadError, or out of memory
             errors.append(error)
     if errors:
@@ -264,11 +264,11 @@ def _for_each(memories: Iterable[OffloadedMemory], function: Callable[[Offloaded
 
 
 def _reason_to_retain(storage: UntypedStorage, tensors: list[Tensor]) -> str | None:
-    """Return the reason why a memory must stay on the device, or None if it may move."""
+    """Return the reason why a storage must stay on the device, or None if it may move."""
     if storage.nbytes() == 0:
-        return "no memory"
+        return "no storage"
     if any(tensor.nbytes != storage.nbytes() for tensor in tensors):
-        return "a view of part of a memory"
+        return "a view of part of a storage"
     if not is_held_only_by(storage, tensors):
         return IN_USE
     return None

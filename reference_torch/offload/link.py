@@ -1,4 +1,4 @@
-"""The link between host and device, which copies memories in order and in parallel with the computation.
+"""The link between host and device, which copies storages in order and in parallel with the computation.
 
 On a GPU the link is a separate stream, synchronized by events. Elsewhere it is a thread, and the "device" is a second
 region of host memory, so that order, counts, bytes and values are equal to those on a GPU.
@@ -113,9 +113,9 @@ class Link:
         Raises:
             OffloadError: the host has no free memory.
         """
-        memory = self.host_memory(storage.nbytes())
-        memory.copy_(storage)
-        return memory
+        copy = self.host_memory(storage.nbytes())
+        copy.copy_(storage)
+        return copy
 
     def host_memory(self, nbytes: int) -> UntypedStorage:
         """Return new host memory of ``nbytes`` bytes.
@@ -181,7 +181,7 @@ def _serve(jobs: queue.SimpleQueue) -> None:
 
 
 def _carry_out(job: list) -> None:
-    """Run a copy and mark it as finished once this function holds no reference to its memories."""
+    """Run a copy and mark it as finished once this function holds no reference to its storages."""
     copy, target, source, seconds = job
     job.clear()
     failure = None

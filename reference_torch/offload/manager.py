@@ -16,10 +16,10 @@ from diptych.plans.model.values import VALUES
 from diptych.plans.offload import Use, check_num_prefetch_layers, describe_statistics
 from reference_torch.offload.activations import ActivationGroup
 from reference_torch.offload.lifetime import close_dropped, weak_method
-from reference_torch.offload.moments import step_by_layer
 from reference_torch.offload.observe import LayerObserver
 from reference_torch.offload.optimizer import OptimizerParts, check_is_per_parameter
-from reference_torch.offload.residency import Residency
+from reference_torch.offload.optimizer_state import step_by_layer
+from reference_torch.offload.residency import Moved, Residency
 from reference_torch.offload.saved import guard_saved
 from reference_torch.offload.scheduling import UseScheduler
 from reference_torch.offload.statistics import OffloadStatistics
@@ -87,9 +87,8 @@ class TensorOffloadManager:
         self.num_prefetch_layers = num_prefetch_layers
         self._activation_layers = activation_layers
         self._activation_values = _checked_values(activation_values or {})
-        self._residency = Residency(
-            pin_memory, parameters, activations, activation_min_bytes, optimizer_state, gradients
-        )
+        moved = Moved(pin_memory, parameters, activations, activation_min_bytes, optimizer_state, gradients)
+        self._residency = Residency(moved)
         self._scheduler = UseScheduler(self._residency, num_prefetch_layers)
 
     def __del__(self) -> None:
@@ -102,8 +101,8 @@ class TensorOffloadManager:
     def register_layer(self, layer_id: int, module: nn.Module) -> None:
         """Offload the parameters and buffers of a layer; the layer stays on the device until its first eviction.
 
-        Tensors whose memory the layer does not own stay on the device: a view of part of a memory, a tensor subclass, a
-        tensor without memory.
+        Tensors whose storage the layer does not own stay on the device: a view of part of a storage, a tensor
+        subclass, a tensor without storage.
 
         Args:
             layer_id: position in the order of forward; layers may be registered in any order.
@@ -248,8 +247,8 @@ class TensorOffloadManager:
 
     def saved_tensor_hooks(self, group: ActivationGroup | None) -> saved_tensors_hooks:
         """Return the saved-tensor hooks of a layer's forward, which fetch parameters before backward reads them."""
-        require = weak_method(self._scheduler.require_memory)
-        return guard_saved(self._residency.memories, require, self._residency.activations, group)
+        require = weak_method(self._scheduler.require_storage)
+        return guard_saved(self._residency.storages, require, self._residency.activations, group)
 
     def new_group(self) -> ActivationGroup | None:
         """Return the activation group of the forward that has started, or None if no activation moves."""
@@ -275,7 +274,7 @@ class TensorOffloadManager:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters of copies and waits, and under ``retained`` the reason of each memory that stays on the device."""
+        """Counters of copies and waits, and under ``retained`` the reason of each storage that stays on the device."""
         return self.statistics.as_dict() | {"retained": self._residency.reasons_to_retain()}
 
     def print_stats(self) -> None:
@@ -317,9 +316,9 @@ class TensorOffloadManager:
         return None if self._residency.link is None else self._residency.link.stream
 
     def storages(self) -> dict[int, dict[str, int]]:
-        """Return the bytes of every memory of every layer, as an argument for diptych.plans.offload.plan_offload."""
+        """Return the bytes of every storage of every layer, as an argument for diptych.plans.offload.plan_offload."""
         layers = self._residency.layers
-        return {n: {memory.name: memory.nbytes for memory in layer.memories} for n, layer in layers.items()}
+        return {n: {storage.name: storage.nbytes for storage in layer.storages} for n, layer in layers.items()}
 
 
 def _checked_values(activation_values: Mapping[int, Collection[str]]) -> dict[int, frozenset[str]]:

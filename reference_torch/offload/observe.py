@@ -20,7 +20,7 @@ from reference_torch.offload.activations import ActivationGroup
 from reference_torch.offload.interruptions import ObservedCall
 from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import OffloadError
-from reference_torch.offload.memory import gradient_node
+from reference_torch.offload.storage import gradient_node
 from reference_torch.offload.writes import UseHook
 from reference_torch.recompute import before_replay, recorded_names
 from reference_torch.recompute.internals import (

@@ -1,7 +1,8 @@
-"""Residency: the registered layers of a manager, where their memories are, and their moves."""
+"""Residency: the registered layers of a manager, where their storages are, and their moves."""
 
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,14 +12,14 @@ from reference_torch.offload.gradients import OffloadedGradients
 from reference_torch.offload.layer import IN_USE, OffloadedLayer
 from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import Link, OffloadError
-from reference_torch.offload.memory import OffloadedMemory
-from reference_torch.offload.moments import OffloadedMoments
+from reference_torch.offload.optimizer_state import OffloadedOptimizerState
 from reference_torch.offload.registry import registered_number
 from reference_torch.offload.statistics import OffloadStatistics
+from reference_torch.offload.storage import OffloadedStorage
 
 
-class Residency:
-    """The layers of one manager on the device and on the host.
+class Moved(NamedTuple):
+    """What moves between device and host.
 
     Args:
         pin_memory: place host copies in pinned memory; only on a GPU.
@@ -29,40 +30,42 @@ class Residency:
         gradients: the gradients of layers move.
     """
 
-    def __init__(
-        self,
-        pin_memory: bool,
-        parameters: bool,
-        activations: bool,
-        activation_min_bytes: int,
-        optimizer_state: bool = False,
-        gradients: bool = False,
-    ) -> None:
+    pin_memory: bool
+    parameters: bool
+    activations: bool
+    activation_min_bytes: int
+    optimizer_state: bool
+    gradients: bool
+
+
+class Residency:
+    """The layers of one manager on the device and on the host.
+
+    Args:
+        moved: what moves.
+    """
+
+    def __init__(self, moved: Moved) -> None:
         self.statistics = OffloadStatistics()
         self.trace: list[str] | None = None
         self.layers: dict[int, OffloadedLayer] = {}
-        self.memories: dict[int, OffloadedMemory] = {}
+        self.storages: dict[int, OffloadedStorage] = {}
         """Memories by the address of their storage."""
         self.link: Link | None = None
         self.activations: ActivationOffload | None = None
-        self.moments: OffloadedMoments | None = None
+        self.moments: OffloadedOptimizerState | None = None
         self.gradients: OffloadedGradients | None = None
         self.is_closed = False
-        self._pin_memory = pin_memory
-        self._parameters = parameters
-        self._wants_activations = activations
-        self._wants_moments = optimizer_state
-        self._wants_gradients = gradients
-        self._activation_min_bytes = activation_min_bytes
+        self._moved = moved
         self._outgoing: list[int] = []
         """Layers whose copies to the host have started and whose device memory is not released."""
-        self._retained: dict[int, OffloadedMemory] = {}
+        self._retained: dict[int, OffloadedStorage] = {}
         """Memories that stayed on the device at the last eviction of their layer, because of other holders."""
         self._unguarded: set[int] = set()
         """Layers whose tensors are ordinary tensors: those in use, and those that other code has read or written."""
 
     def add(self, layer_id: int, module: nn.Module, fetch_for_access: Callable[[int], None]) -> OffloadedLayer:
-        """Create the memories of a layer; note_registered completes the registration.
+        """Create the storages of a layer; note_registered completes the registration.
 
         Args:
             layer_id: number of the layer.
@@ -75,23 +78,23 @@ class Residency:
         """
         self.check_open()
         check_new(layer_id, module, self.layers)
-        link = self.link or Link(device_of(layer_id, module), self._pin_memory)
+        link = self.link or Link(device_of(layer_id, module), self._moved.pin_memory)
         device_of(layer_id, module, link.device)
-        layer = OffloadedLayer(layer_id, module, self.memories, link, fetch_for_access, self._parameters)
+        layer = OffloadedLayer(layer_id, module, self.storages, link, fetch_for_access, self._moved.parameters)
         self.link = link
         return layer
 
     def note_registered(self, layer: OffloadedLayer) -> None:
         """Complete the registration of a layer, whose observer exists."""
-        if self._wants_activations and self.activations is None and self.link is not None:
+        if self._moved.activations and self.activations is None and self.link is not None:
             record = weak_method(self.record)
-            self.activations = ActivationOffload(self.link, self.statistics, self._activation_min_bytes, record)
-        if self._wants_moments and self.moments is None and self.link is not None:
-            self.moments = OffloadedMoments(self.link, self.statistics)
-        if self._wants_gradients and self.gradients is None and self.link is not None:
+            self.activations = ActivationOffload(self.link, self.statistics, self._moved.activation_min_bytes, record)
+        if self._moved.optimizer_state and self.moments is None and self.link is not None:
+            self.moments = OffloadedOptimizerState(self.link, self.statistics)
+        if self._moved.gradients and self.gradients is None and self.link is not None:
             self.gradients = OffloadedGradients(self.link, self.statistics)
         self.layers[layer.layer_id] = layer
-        self.memories.update({memory.device_storage._cdata: memory for memory in layer.memories})
+        self.storages.update({storage.device_storage._cdata: storage for storage in layer.storages})
         self._note_bytes()
 
     def layer(self, layer_id: int) -> OffloadedLayer:
@@ -115,7 +118,7 @@ class Residency:
             raise OffloadError("manager: expected an open one, got a closed one; make a new TensorOffloadManager")
 
     @property
-    def moved_with_updates(self) -> list[OffloadedGradients | OffloadedMoments]:
+    def moved_with_updates(self) -> list[OffloadedGradients | OffloadedOptimizerState]:
         """The gradients and the optimizer state that move with the update of a layer, if they are offloaded."""
         return [moved for moved in (self.gradients, self.moments) if moved is not None]
 
@@ -128,26 +131,26 @@ class Residency:
     def device_bytes(self) -> int:
         """Bytes that registered layers occupy on the device now."""
         layers = [self.layers[number] for number in {*self.resident_layers, *self._outgoing}]
-        memories = self._retained | {id(memory): memory for layer in layers for memory in layer.memories}
-        return sum(memory.device_bytes for memory in memories.values())
+        storages = self._retained | {id(storage): storage for layer in layers for storage in layer.storages}
+        return sum(storage.device_bytes for storage in storages.values())
 
-    def owners(self, memory: OffloadedMemory) -> list[int]:
-        """Return the layers that have a memory."""
-        return [number for number, layer in self.layers.items() if memory in layer.memories]
+    def owners(self, storage: OffloadedStorage) -> list[int]:
+        """Return the layers that have a storage."""
+        return [number for number, layer in self.layers.items() if storage in layer.storages]
 
     def reasons_to_retain(self) -> dict[str, str]:
-        """Return the reasons why memories stay on the device, by the name of the memory."""
+        """Return the reasons why storages stay on the device, by the name of the storage."""
         retained = {}
         for number, layer in self.layers.items():
             for entry in layer.retained:
                 name, reason = entry.split(": ", 1)
                 retained[f"{name} of layer {number}"] = reason
-        return retained | {memory.name: IN_USE for memory in self._retained.values()}
+        return retained | {storage.name: IN_USE for storage in self._retained.values()}
 
     def fetch(self, layer_id: int) -> None:
         """Start to copy a layer to the device, unless it is already there."""
         layer = self.layer(layer_id)
-        moved = [memory.fetch() for memory in layer.memories]
+        moved = [storage.fetch() for storage in layer.storages]
         if not layer.is_resident:
             layer.is_resident = True
             self.record(f"+{layer_id}")
@@ -167,8 +170,8 @@ class Residency:
         if not layer.is_resident:
             return
         layer.is_resident = False
-        shared = {id(m) for other in self.layers.values() if other.is_resident for m in other.memories}
-        moved = [self._evict_memory(memory) for memory in layer.memories if id(memory) not in shared]
+        shared = {id(m) for other in self.layers.values() if other.is_resident for m in other.storages}
+        moved = [self._evict_storage(storage) for storage in layer.storages if id(storage) not in shared]
         self._outgoing.append(layer_id)
         self.record(f"-{layer_id}")
         self.statistics.note_copies("out", moved)
@@ -191,11 +194,11 @@ class Residency:
 
     def guard_all_except(self, used: Collection[int]) -> None:
         """Guard the tensors of every layer that is not in use, so that other reads and writes are detected."""
-        in_use = {id(memory) for number in used for memory in self.layers[number].memories}
+        in_use = {id(storage) for number in used for storage in self.layers[number].storages}
         for number in self._unguarded.difference(used):
-            for memory in self.layers[number].memories:
-                if id(memory) not in in_use:
-                    memory.guard()
+            for storage in self.layers[number].storages:
+                if id(storage) not in in_use:
+                    storage.guard()
         self._unguarded.intersection_update(used)
 
     def record(self, event: str) -> None:
@@ -213,18 +216,18 @@ class Residency:
         for moved in self.moved_with_updates:
             moved.close()
         self.is_closed = True
-        self.memories.clear()
+        self.storages.clear()
         self._retained.clear()
         if self.activations is not None:
             self.activations.pool.clear()
 
-    def _evict_memory(self, memory: OffloadedMemory) -> int:
-        """Evict a memory, unless it has other holders, and return the number of bytes copied."""
-        moved = memory.evict()
-        if memory.is_on_device:
-            self._retained[id(memory)] = memory
+    def _evict_storage(self, storage: OffloadedStorage) -> int:
+        """Evict a storage, unless it has other holders, and return the number of bytes copied."""
+        moved = storage.evict()
+        if storage.is_on_device:
+            self._retained[id(storage)] = storage
         else:
-            self._retained.pop(id(memory), None)
+            self._retained.pop(id(storage), None)
         return moved
 
     def _note_bytes(self) -> None:

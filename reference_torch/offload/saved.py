@@ -8,25 +8,25 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from reference_torch.offload.activations import ActivationGroup, ActivationOffload, SavedActivation
 from reference_torch.offload.link import OffloadError
-from reference_torch.offload.memory import OffloadedMemory, fetch_now
+from reference_torch.offload.storage import OffloadedStorage, fetch_now
 from reference_torch.recompute import internals, lazy_restore
 
 
 class SavedParameter:
     """A value saved for backward: a parameter, a value of outer hooks (``unpack``), or an ordinary tensor."""
 
-    __slots__ = ("memory", "tensor", "unpack", "version")
+    __slots__ = ("storage", "tensor", "unpack", "version")
 
-    def __init__(self, tensor: Any, memory: OffloadedMemory | None, unpack: Callable[[Any], Tensor] | None) -> None:
+    def __init__(self, tensor: Any, storage: OffloadedStorage | None, unpack: Callable[[Any], Tensor] | None) -> None:
         self.tensor = tensor
-        self.memory = memory
+        self.storage = storage
         self.unpack = unpack
         self.version = None if unpack is not None else tensor._version
 
 
 def guard_saved(
-    memories: Mapping[int, OffloadedMemory],
-    require: Callable[[OffloadedMemory], None],
+    storages: Mapping[int, OffloadedStorage],
+    require: Callable[[OffloadedStorage], None],
     activations: ActivationOffload | None,
     group: ActivationGroup | None,
 ) -> saved_tensors_hooks:
@@ -37,8 +37,8 @@ def guard_saved(
     replay, and the replayed layers are fetched first.
 
     Args:
-        memories: memories of the parameters that move, by the address of their storage.
-        require: fetches a memory and waits for it.
+        storages: storages of the parameters that move, by the address of their storage.
+        require: fetches a storage and waits for it.
         activations: moves activations; None: they stay on the device.
         group: group to which saved activations are added.
     """
@@ -47,29 +47,29 @@ def guard_saved(
         activations = None
 
     def pack(tensor: Tensor) -> SavedParameter | SavedActivation:
-        memory = memories.get(internals.storage_address(tensor) or 0)
-        if memory is None and activations is not None and group is not None:
+        storage = storages.get(internals.storage_address(tensor) or 0)
+        if storage is None and activations is not None and group is not None:
             activation = activations.pack(group, tensor)
             if activation is not None:
                 return activation
         is_checkpoint = outer is not None and getattr(outer[1], "__module__", None) == "torch.utils.checkpoint"
         # Detach, because a saved output that held its own graph node would be a reference cycle. A checkpoint would
-        # detach a parameter itself, and the memory would not know that alias.
-        is_detached = tensor.grad_fn is not None or (memory is not None and is_checkpoint)
+        # detach a parameter itself, and the storage would not know that alias.
+        is_detached = tensor.grad_fn is not None or (storage is not None and is_checkpoint)
         saved = tensor.detach() if is_detached else tensor
-        if memory is not None:
-            memory.note_alias(saved)
-        if outer is not None and (memory is None or is_checkpoint):
-            return SavedParameter(outer[0](tensor if memory is None else saved), memory, outer[1])
-        return SavedParameter(saved, memory, None)
+        if storage is not None:
+            storage.note_alias(saved)
+        if outer is not None and (storage is None or is_checkpoint):
+            return SavedParameter(outer[0](tensor if storage is None else saved), storage, outer[1])
+        return SavedParameter(saved, storage, None)
 
     def unpack(saved: SavedParameter | SavedActivation) -> Tensor:
         if isinstance(saved, SavedActivation):
             assert activations is not None, "an activation was saved without activation offload"
             return activations.unpack(saved)
         value = saved.tensor if saved.unpack is None else saved.unpack(saved.tensor)
-        if saved.memory is not None:
-            require(saved.memory)
+        if saved.storage is not None:
+            require(saved.storage)
         if saved.unpack is not None:
             return value
         fetch_now(saved.tensor)  # another manager may have registered it since

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from diptych.plans.offload import Use, expected_uses, forwards_needed_next, next_layers
 from reference_torch.offload.link import OffloadError
-from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.residency import Residency
+from reference_torch.offload.storage import OffloadedStorage
 from reference_torch.recompute import internals
 
 LOOK_AHEAD = 4096
@@ -295,15 +295,15 @@ class UseScheduler:
         self._residency.wait_for_fetch(layer_id)
 
     @_one_at_a_time
-    def require_memory(self, memory: OffloadedMemory) -> None:
-        """Fetch the layer that owns a memory and wait for it.
+    def require_storage(self, storage: OffloadedStorage) -> None:
+        """Fetch the layer that owns a storage and wait for it.
 
-        If several layers share the memory, the layer whose backward is pending is fetched.
+        If several layers share the storage, the layer whose backward is pending is fetched.
         """
-        if not memory.is_on_device or self.order.pending:
-            owners = self._residency.owners(memory)
+        if not storage.is_on_device or self.order.pending:
+            owners = self._residency.owners(storage)
             pending = [number for number in self.order.pending if number in owners]
-            if pending or not memory.is_on_device:
+            if pending or not storage.is_on_device:
                 self.require([*pending, *owners][0])
 
     @_one_at_a_time

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,7 @@ class _Saved(NamedTuple):
     """Outputs that require gradients, or the loss."""
 
 
+@dataclass(eq=False)
 class ModuleStages:
     """The stages of a rank in one step, in the form that executor.RankStages describes.
 
@@ -74,71 +76,60 @@ class ModuleStages:
         deallocate_outputs: release outputs once sent.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        modules: Mapping[int, nn.Module],
-        replicas: Mapping[int, ReplicaGradients] | None,
-        data: Microbatches,
-        loss_fn: LossFunction | None,
-        scale: float | None,
-        messages: MessageSpecs,
-        deallocate_outputs: bool,
-    ) -> None:
-        self._schedule = schedule
-        self._modules = modules
-        self._replicas = replicas
-        self._data = data
-        self._loss_fn = loss_fn
-        self._scale = scale
-        self._messages = messages
-        self._deallocate = deallocate_outputs
-        self._specs: dict[tuple[int, int], TreeSpec] = {}
-        """Structure of each activation sent or received, by sending stage and microbatch, until its backward."""
-        self.collected: dict[int, Any] = {}
-        """Loss or output of each microbatch, on the rank of the last stage."""
+    schedule: Schedule
+    modules: Mapping[int, nn.Module]
+    replicas: Mapping[int, ReplicaGradients] | None
+    data: Microbatches
+    loss_fn: LossFunction | None
+    scale: float | None
+    messages: MessageSpecs
+    deallocate_outputs: bool
+    collected: dict[int, Any] = field(default_factory=dict, init=False)
+    """Loss or output of each microbatch, on the rank of the last stage."""
+    _specs: dict[tuple[int, int], TreeSpec] = field(default_factory=dict, init=False)
+    """Structure of each activation sent or received, by sending stage and microbatch, until its backward."""
 
     def forward(self, action: Action, received: Tree | None) -> tuple[Tree | None, _Saved]:
         """Run a stage, and on the last one the loss."""
         _, stage, microbatch = action
-        module = self._modules[stage]
+        module = self.modules[stage]
         if received is None:
-            assert self._data.inputs is not None, "the executor checks that the first stage has inputs"
-            value = self._data.inputs[microbatch]
+            assert self.data.inputs is not None, "the executor checks that the first stage has inputs"
+            value = self.data.inputs[microbatch]
             inputs = []
         else:
             value = received.value()
             inputs = received.differentiable
         output = _call(module, value)
-        if stage + 1 == self._schedule.num_stages:
+        if stage + 1 == self.schedule.num_stages:
             return None, self._end(output, microbatch, stage, module, inputs)
         tree = flatten(output, stage)
         self._check_spec(stage, tree.spec)
         self._specs[stage, microbatch] = tree.spec
-        if not self._schedule.forward_only:
+        if not self.schedule.forward_only:
             check_requires_grad(tree.differentiable, inputs, module, stage, False)
-            if self._deallocate:
+            if self.deallocate_outputs:
                 tree = Tree(tree.spec, own_memory(tree.tensors))
         return tree, _Saved(inputs, tree.differentiable)
 
     def _end(self, output: Any, microbatch: int, stage: int, module: nn.Module, inputs: list[Tensor]) -> _Saved:
         """Collect the output or the loss of a microbatch."""
-        if self._scale is None:
+        if self.scale is None:
             self.collected[microbatch] = output
             return _Saved(inputs, [])
         loss = output
-        if self._loss_fn is not None:
-            target = None if self._data.targets is None else self._data.targets[microbatch]
-            loss = self._loss_fn(output, target)
+        if self.loss_fn is not None:
+            target = None if self.data.targets is None else self.data.targets[microbatch]
+            loss = self.loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            source = "the output of the last stage, without loss_fn" if self._loss_fn is None else "loss_fn"
+            source = "the output of the last stage, without loss_fn" if self.loss_fn is None else "loss_fn"
             found = f"a tensor {[*loss.shape]}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"{source}: expected a loss, a tensor of one element, got {found}; return e.g. the mean")
         self.collected[microbatch] = loss.detach().clone()
-        if self._schedule.forward_only:
+        if self.schedule.forward_only:
             return _Saved(inputs, [])
         check_requires_grad([loss], inputs, module, stage, True)
-        return _Saved(inputs, [loss * self._scale])
+        return _Saved(inputs, [loss * self.scale])
 
     def backward(self, action: Action, saved: _Saved, received: list[Tensor] | None) -> list[Tensor] | None:
         """Run the backward of a stage for one microbatch."""
@@ -149,8 +140,8 @@ class ModuleStages:
 
     def end_backward(self, stage: int) -> None:
         """Reduce the gradients of a stage over replicas."""
-        assert self._replicas is not None, "a step with backwards has reductions"
-        self._replicas[stage].reduce()
+        assert self.replicas is not None, "a step with backwards has reductions"
+        self.replicas[stage].reduce()
 
     def copy_for_next(self, result: Any) -> Any:
         """Return activations as new leaves, and gradients as they are."""
@@ -161,7 +152,7 @@ class ModuleStages:
         if isinstance(result, Tree):
             # A tensor without a graph may be a buffer of the stage, which the next microbatch fills again.
             tensors = [tensor.clone() if tensor.grad_fn is None else tensor for tensor in result.tensors]
-            return [to_message(tensors, result.spec if self._messages.sent_along else None)]
+            return [to_message(tensors, result.spec if self.messages.sent_along else None)]
         return [to_message(result)]
 
     def decode(self, action: Action, tensors: Sequence[Tensor]) -> Any:
@@ -169,7 +160,7 @@ class ModuleStages:
         (message,) = tensors
         kind, stage, microbatch = action
         if kind == "F":
-            tree = tree_from_message(message, None if self._messages.sent_along else self._messages.known[stage])
+            tree = tree_from_message(message, None if self.messages.sent_along else self.messages.known[stage])
             self._check_spec(stage, tree.spec)
             self._specs[stage, microbatch] = tree.spec
             return tree
@@ -178,21 +169,21 @@ class ModuleStages:
 
     def message_shapes(self, action: Action) -> Sequence[Shape]:
         """Return the number of bytes of a message, which is known after the first step."""
-        if self._messages.sent_along:
+        if self.messages.sent_along:
             return [(0,)]
         forward = action.kind == "F"
-        specs = self._messages.known[action.stage - (0 if forward else 1)].tensors
+        specs = self.messages.known[action.stage - (0 if forward else 1)].tensors
         return [(num_bytes([spec for spec in specs if forward or spec.requires_grad]),)]
 
     def release(self, result: Tree) -> None:
         """Release the memory of sent outputs that belong to no one else."""
         with_graph = [tensor for tensor in result.tensors if tensor.grad_fn is not None]
-        deallocate_output_tensor(with_graph, self._deallocate and not self._schedule.forward_only)
+        deallocate_output_tensor(with_graph, self.deallocate_outputs and not self.schedule.forward_only)
 
     def _check_spec(self, stage: int, spec: TreeSpec) -> None:
         """Check the structure of an activation against that of the first microbatch, unless it may vary."""
-        first = self._messages.known.setdefault(stage, spec)
-        if not self._messages.may_vary and not first.equals(spec):
+        first = self.messages.known.setdefault(stage, spec)
+        if not self.messages.may_vary and not first.equals(spec):
             raise ValueError(
                 f"output of stage {stage}: expected {_listed(first)}, as in the first microbatch, got "
                 f"{_listed(spec)}; give variable_shapes=True if microbatches or steps differ in shapes, structure, or "

@@ -15,10 +15,14 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from diptych.plans.amax_history import BIAS, SHAPE
 from diptych.plans.context.exchange import exchange_options
 from diptych.plans.mesh import undivided as undivided_config
 from diptych.plans.model.implementation import callback_threads
+from diptych.plans.model.parameters import mlp_specs
+from jax_impl.carry import carried_through, relay
 from jax_impl.context_parallel import build_cp_context, cp_attention, cp_short_convolution, over_microbatches
+from jax_impl.modules import Linear
 from jax_impl.pipeline import make_pipeline_step
 from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
@@ -174,6 +178,29 @@ def test_a_step_that_keeps_its_inputs_alone_has_the_same_gradients():
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-13)
     for name, gradient in found[0][1].items():
         assert relative_difference(found[1][1][name], gradient) <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_slot_without_a_microbatch_is_not_observed(recompute):
+    """Ranks after the first begin with such slots, whose messages are 0, and here have inputs 1000 times as large."""
+    config = replace(MODEL, params_dtype="float32", fp8="hybrid", fp8_recipe="delayed")
+    linear = Linear(config, "decoder.layers.0.mlp.linear_fc1", mlp_specs(config, 0)["linear_fc1"])
+    graph, params = nnx.split(linear, nnx.Param)
+
+    @partial(jax.shard_map, mesh=ranks(3), in_specs=P(), out_specs=P())
+    def loss(params):
+        def layer(number):
+            is_after = jax.lax.axis_index("cp") > 0
+            ones = jnp.ones((1, 1, MODEL.hidden_size), jnp.float32)
+            x = relay((), jnp.float32, lambda received: (1 + 0 * received, jnp.where(received < is_after, 1e3, ones)))
+            return nnx.merge(graph, params)(x + 0 * number)[0].sum()
+
+        one = carried_through(layer, jax.checkpoint) if recompute else layer
+        return jax.lax.pmean(over_microbatches(one, 2, "cp").sum(), "cp")
+
+    observed = np.asarray(jax.jit(jax.grad(loss))(params)["amax_history"][...]).reshape(SHAPE[0], -1)
+    assert np.flatnonzero(observed[0]).tolist() == [BIAS]
+    np.testing.assert_array_equal(observed.sum(1), 3 * 2)  # of three ranks and two microbatches
 
 
 def test_states_may_travel_in_bfloat16():

@@ -19,7 +19,7 @@ from diptych.plans.schedule.named import schedule_for
 from jax_impl import ops
 from jax_impl.offload import branch_moves, is_on_host
 from jax_impl.pipeline import OffloadedPipeline, make_pipeline_step
-from jax_impl.pipeline.offload import slots_of
+from jax_impl.pipeline.offload import positions_of
 from jax_impl.recompute.policies import _scan_counts
 from jax_impl.train import Trainer
 from jax_impl.transformer import GPTModel
@@ -149,9 +149,9 @@ def test_branches_move_what_the_plan_says(flags, ahead):
     config = offloaded(replace(PLAIN, **flags), ahead)
     step, params, batch = made(config, 4)
     program = jax.make_jaxpr(step._run)(params, step._batch(*batch))
-    slots = slots_of(params)
-    order = list(dict.fromkeys(slot for slot in slots if slot is not None))
-    numbers = [None if slot is None else order.index(slot) for slot in slots]
+    positions = positions_of(params)
+    order = list(dict.fromkeys(each for each in positions if each is not None))
+    numbers = [None if each is None else order.index(each) for each in positions]
     numbers += [None] * (len(program.jaxpr.invars) - len(numbers))
     found = set()
     for moves in branch_moves(program, numbers):
@@ -169,7 +169,7 @@ def test_branches_move_what_the_plan_says(flags, ahead):
         }
         for action in actions:
             uses = action_uses(config, action, rank)
-            steps = plan_offload(uses, layer_storages(config), ahead, then=()).steps
+            steps = plan_offload(uses, layer_storages(config), ahead, then=()).moves
             events = [[*(f"+{slot_of[layer]}" for layer in s.fetches), str(s.use)] for s in steps]
             if uses:
                 expected.add(" ".join(event for step_ in events for event in step_))
@@ -296,12 +296,12 @@ def test_training_is_that_without_offload(flags, ahead, activations, tmp_path):
     assert (activation_bytes > 0) == activations
     assert stats["bytes_in"] == 3 * sum(plan.bytes_in for plan in plans) + activation_bytes
     assert stats["bytes_out"] == 3 * sum(plan.bytes_out for plan in plans) + activation_bytes
-    assert stats["hits"] + stats["misses"] == 3 * sum(len(plan.steps) for plan in plans)
+    assert stats["hits"] + stats["misses"] == 3 * sum(len(plan.moves) for plan in plans)
     layers = sum(sum(sizes.values()) for sizes in storages.values())
     padding = 1 if "pipeline_model_parallel_layout" in flags else 0  # rank 1 has one layer where rank 0 has two
     assert sum(plan.bytes_out for plan in plans) == layers + padding * sum(storages[1].values())
     for rank, plan in enumerate(plans):
-        assert plan.steps[: len(plan_actions(config, 4, rank).steps)] == plan_actions(moved.config, 4, rank).steps
+        assert plan.moves[: len(plan_actions(config, 4, rank).moves)] == plan_actions(moved.config, 4, rank).moves
 
     paths = {one: one.save(tmp_path / name) for one, name in ((plain, "plain"), (moved, "moved"))}
     alone = Trainer(undivided(config), TRAIN, tiny_corpus())
@@ -326,7 +326,7 @@ def test_statistics_are_what_the_plans_say_times_the_steps():
     trained = offload.stats
     assert trained["bytes_in"] == 3 * (replicas * sum(plan.bytes_in for plan in offload.plans) + activation_bytes)
     assert trained["bytes_out"] == 3 * (replicas * sum(plan.bytes_out for plan in offload.plans) + activation_bytes)
-    assert trained["hits"] + trained["misses"] == 3 * replicas * sum(len(plan.steps) for plan in offload.plans)
+    assert trained["hits"] + trained["misses"] == 3 * replicas * sum(len(plan.moves) for plan in offload.plans)
     offload.forwards_run = 2
     evaluations = [plan_actions(config, 4, rank, forward_only=True) for rank in range(2)]
     assert offload.stats["bytes_in"] == trained["bytes_in"] + 2 * replicas * sum(p.bytes_in for p in evaluations)
@@ -336,12 +336,12 @@ def test_statistics_are_what_the_plans_say_times_the_steps():
 
 def kinds(trainer: Trainer) -> dict[bool, set[str]]:
     """Memory kinds of parameters, by whether they are a layer's; moments and everything else is on the device."""
-    layers, ends = trainer._params
+    layers, replicated = trainer._params
     for leaf in jax.tree.leaves(trainer._optimizer_state):
         assert leaf.sharding.memory_kind == "device"
     return {
         is_layer: {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
-        for is_layer, tree in ((True, layers), (False, ends))
+        for is_layer, tree in ((True, layers), (False, replicated))
     }
 
 

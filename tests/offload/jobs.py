@@ -18,7 +18,7 @@ from tests.backends import tiny_corpus
 
 def events(plan: OffloadPlan) -> list[str]:
     """A plan as a manager traces it."""
-    return " ".join(map(str, plan.steps)).split()
+    return " ".join(map(str, plan.moves)).split()
 
 
 def activation_events(
@@ -71,7 +71,7 @@ def train_a_step(config: TransformerConfig, train: TrainConfig) -> tuple[dict[st
         found |= {"trace": parameters, "plan": events(plan)}
         found["bytes"], found["planned bytes"] = (
             [stats["peak_bytes"], stats["misses"]],
-            [plan.peak_bytes, len(plan.late)],
+            [plan.peak_bytes, len(plan.misses)],
         )
         if config.enable_activation_offload:
             found["activations"] = [event for event in manager.trace if "a" in event]

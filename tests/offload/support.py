@@ -60,7 +60,7 @@ def assert_as_planned(manager: TensorOffloadManager, uses, then=None, peak: bool
     assert manager.trace == events(plan)
     stats = manager.stats
     assert (stats["bytes_in"], stats["bytes_out"]) == (plan.bytes_in, plan.bytes_out)
-    assert stats["misses"] == len(plan.late)
+    assert stats["misses"] == len(plan.misses)
     if peak:
         assert stats["peak_bytes"] == plan.peak_bytes
 

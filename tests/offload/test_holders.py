@@ -7,7 +7,7 @@ from torch import nn
 from diptych.plans.offload import describe_statistics, total_statistics
 from tests.offload.support import LAYERS, assert_equal_state, batch, build, train
 
-IN_USE = "its memory is used by others"
+IN_USE = "its storage is used by others"
 
 ALIASES = {
     "detached": lambda p: p.detach(),

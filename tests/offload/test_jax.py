@@ -46,7 +46,7 @@ def test_the_program_moves_what_the_plan_says(mode, ahead, size):
     trainer.offload.trace = trace = []
     arguments = step_arguments(trainer)
     program, results = jax.make_jaxpr(trainer._update_step, return_shape=True)(*arguments)
-    steps = trainer.offload.plan.steps
+    steps = trainer.offload.plan.moves
     assert " ".join(trace) == " ".join(map(str, steps))
 
     moves = moves_of(program, layer_numbers(arguments), layer_numbers(results))
@@ -193,7 +193,7 @@ def test_what_recompute_keeps_is_kept_and_no_parameters(mode, ahead):
     reports = [residual_report(partial(t._loss, batch=batch), t._params) for t in (plain, moved)]
     assert reports[0] == reports[1]
     there = set()
-    for step in moved.offload.plan.steps[:3]:
+    for step in moved.offload.plan.moves[:3]:
         there = (there | set(step.fetches)) - set(step.evictions)
     assert there == {("none", 0): {2}, ("none", 1): {1, 2}, ("all modules", 1): {0}}.get((mode, ahead), there)
     assert kept_of_layers_alone(partial(moved._loss, batch=batch), moved._params) == there

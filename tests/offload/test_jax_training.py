@@ -80,7 +80,7 @@ def test_training_is_that_without_offload(variant, tmp_path):
         10 * plan.bytes_in + activation_bytes,
         10 * plan.bytes_out + activation_bytes,
     )
-    assert stats["hits"] + stats["misses"] == 10 * len(plan.steps)
+    assert stats["hits"] + stats["misses"] == 10 * len(plan.moves)
     assert stats["peak_layers"] == min(ahead + 1, config.num_layers)
     assert "MiB" in describe_statistics(stats)
     assert moved.validation_loss() == pytest.approx(plain.validation_loss(), rel=tolerance)
@@ -144,7 +144,7 @@ def test_lowered_for_a_gpu_it_copies_from_pinned_memory():
     copies = [line for line in text.splitlines() if "annotate_device_placement" in line]
     to_host = [line for line in copies if "pinned_host" in line]
     assert len(to_host) == 6 * 4
-    moved = sum(len(step.fetches) for step in trainer.offload.plan.steps)
+    moved = sum(len(step.fetches) for step in trainer.offload.plan.moves)
     assert len(copies) == 6 * (4 + moved)
     main = next(line for line in text.splitlines() if "@main" in line)
     assert main.count('mhlo.memory_kind = "pinned_host"') >= 6 * 4

@@ -18,7 +18,7 @@ from torch import nn
 
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.offload.link import Link
-from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.offload.storage import OffloadedStorage
 from tests.fuzz.harness import check_nothing_grows
 from tests.offload.support import WIDTH, assert_equal_state, batch, build, train
 
@@ -51,7 +51,7 @@ def test_a_dropped_manager_closes(more):
     manager = offloaded(model, **more)
     train(model, 2, manager)
     train(plain, 2)
-    memories = [weakref.ref(memory) for memory in manager._residency.memories.values()]
+    storages = [weakref.ref(storage) for storage in manager._residency.storages.values()]
     seen = weakref.ref(manager)
     gc.disable()
     try:
@@ -63,7 +63,7 @@ def test_a_dropped_manager_closes(more):
     assert hooks_of(model) == hooks
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
     assert_equal_state(model, plain)
-    assert not any(memory() for memory in memories)
+    assert not any(storage() for storage in storages)
     for a, b in zip(train(model, 2), train(plain, 2), strict=True):
         assert torch.equal(a, b)
 
@@ -136,7 +136,7 @@ class _Collecting:
 def test_a_dropped_manager_without_room_gives_what_is_read(monkeypatch):
     model = build()
     manager = offloaded(model, 0)
-    monkeypatch.setattr(OffloadedMemory, "release", _no_room)
+    monkeypatch.setattr(OffloadedStorage, "release", _no_room)
     del manager
     gc.collect()
     monkeypatch.undo()
@@ -144,7 +144,7 @@ def test_a_dropped_manager_without_room_gives_what_is_read(monkeypatch):
     assert torch.equal(model(batch()), build()(batch()))
 
 
-def _no_room(memory: OffloadedMemory) -> None:
+def _no_room(memory: OffloadedStorage) -> None:
     raise RuntimeError("out of memory")
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from diptych.plans.offload import Use, plan_offload
 from reference_torch.offload import OffloadError, TensorOffloadManager
-from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.offload.storage import OffloadedStorage
 from tests.offload.support import LAYERS, WIDTH, Layer, Net, assert_equal_state, batch, build, train
 
 ALL = {"parameters": False, "activations": True, "activation_min_bytes": 1}
@@ -127,7 +127,7 @@ def test_o8_close_between_forward_and_backward(managers, n, more):
 def test_o8_close_that_fails_can_be_repeated(managers, monkeypatch):
     plain, model = build(), build()
     manager = managers(model, 0)
-    release, failed = OffloadedMemory.release, []
+    release, failed = OffloadedStorage.release, []
 
     def release_or_not(memory):
         if not failed:
@@ -135,7 +135,7 @@ def test_o8_close_that_fails_can_be_repeated(managers, monkeypatch):
             raise RuntimeError("out of memory")
         release(memory)
 
-    monkeypatch.setattr(OffloadedMemory, "release", release_or_not)
+    monkeypatch.setattr(OffloadedStorage, "release", release_or_not)
     with pytest.raises(OffloadError, match=r"close: expected room for all layers, got: out of memory; close\(\) again"):
         manager.close()
     assert_equal_state(model, plain)
@@ -150,7 +150,7 @@ def test_another_memory_is_never_saved_silently(managers):
     managers(model, 0)
     weight = model.layers[1].wide.weight
     weight.data = torch.full_like(weight, 5.0)
-    with pytest.raises(OffloadError, match=r"wide.weight of layer 1: expected to stay in its memory, got another"):
+    with pytest.raises(OffloadError, match=r"wide.weight of layer 1: expected to stay in its storage, got another"):
         model.state_dict()
 
 

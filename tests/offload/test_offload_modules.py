@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from reference_torch.offload import OffloadError, offload_modules
-from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.offload.storage import OffloadedStorage
 from reference_torch.rank_pool import RankPool
 from reference_torch.recompute import recompute_modules
 from tests.everywhere.torch_models import MODELS, NAMES, assert_same, build
@@ -184,7 +184,7 @@ def test_gradients_that_are_dropped_need_no_garbage_collection():
         for _ in range(4):
             model(torch.ones(1, 4)).sum().backward()
             model.zero_grad()
-        assert sum(type(each) is OffloadedMemory for each in gc.get_objects()) <= 2 * 6
+        assert sum(type(each) is OffloadedStorage for each in gc.get_objects()) <= 2 * 6
     finally:
         gc.enable()
     manager.close()

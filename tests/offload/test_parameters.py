@@ -8,7 +8,7 @@ from torch import nn
 from diptych.plans.offload import Use, plan_offload, step_uses
 from reference_torch.offload import TensorOffloadManager
 from reference_torch.offload.link import Link
-from reference_torch.offload.memory import OffloadedParameter
+from reference_torch.offload.storage import OffloadedParameter
 from reference_torch.rank_pool import RankPool
 from tests.offload.jobs import events
 from tests.offload.support import LAYERS, WIDTH, Layer, Net, assert_as_planned, assert_equal_state, batch, build, train
@@ -171,10 +171,10 @@ def test_o5_no_memory_is_reused_before_its_last_reader(managers, monkeypatch):
 def test_o5_host_memory_is_allocated_once(managers, monkeypatch):
     model = build()
     manager = managers(model, 1)
-    hosts = {id(m): m.host._cdata for m in manager._residency.memories.values()}
+    hosts = {id(m): m.host._cdata for m in manager._residency.storages.values()}
     monkeypatch.setattr(Link, "host_copy", None)
     train(model, 3, manager)
-    assert {id(m): m.host._cdata for m in manager._residency.memories.values()} == hosts
+    assert {id(m): m.host._cdata for m in manager._residency.storages.values()} == hosts
 
 
 def test_o6_the_next_fetch_brings_what_the_optimizer_wrote(managers, monkeypatch):
@@ -223,7 +223,7 @@ def test_o7_shared_memory_moves_once(managers):
     plan = plan_offload(step_uses(range(LAYERS)) * 3, manager.storages(), 1)
     assert manager.stats["bytes_in"] == plan.bytes_in
     assert manager.stats["peak_bytes"] == plan.peak_bytes
-    assert len(manager._residency.memories) == LAYERS * 6 - 2
+    assert len(manager._residency.storages) == LAYERS * 6 - 2
 
 
 def test_o7_tied_to_what_stays(managers):

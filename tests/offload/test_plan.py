@@ -39,7 +39,7 @@ def any_uses(draw) -> tuple[list[Use], dict[int, dict[str, int]], int]:
 def walk(plan, storages, resident=()):
     """Layers on the device before and after every step, by following the moves alone."""
     here = set(resident)
-    for step in plan.steps:
+    for step in plan.moves:
         assert not here & set(step.fetches), "fetched twice"
         here |= set(step.fetches)
         before = set(here)
@@ -53,13 +53,13 @@ def test_any_order_of_uses(case):
     """Each layer is there when it is used, never more than the window's, and bytes are those of the moves."""
     uses, storages, ahead = case
     plan = plan_offload(uses, storages, ahead)
-    assert [step.use for step in plan.steps] == uses
+    assert [step.use for step in plan.moves] == uses
     peak = bytes_in = bytes_out = 0
     held: dict[str, int] = {}
     changed: set[str] = set()
     for number, (step, before, after) in enumerate(walk(plan, storages)):
         assert step.use.layer in before
-        assert (step.use.layer in step.fetches) == (number in plan.late)
+        assert (step.use.layer in step.fetches) == (number in plan.misses)
         assert len(before) <= ahead + 1
         now = {name: size for layer in before for name, size in storages[layer].items()}
         bytes_in += sum(size for name, size in now.items() if name not in held)
@@ -77,7 +77,7 @@ def test_any_order_of_uses(case):
 def test_looking_further_ahead_is_late_no_more_often(case):
     """From one layer ahead on, only the very first use can be late."""
     uses, storages, ahead = case
-    assert set(plan_offload(uses, storages, ahead + 1).late) <= {0}
+    assert set(plan_offload(uses, storages, ahead + 1).misses) <= {0}
 
 
 @given(st.integers(1, 9), st.integers(0, 12))
@@ -132,9 +132,9 @@ def test_plans_of_actions_end_with_them(schedule, ahead):
     storages = layer_storages(config)
     for rank in range(2):
         plan = plan_actions(config, 4, rank)
-        assert [step.use for step in plan.steps] == rank_uses(config, 4, rank)
+        assert [step.use for step in plan.moves] == rank_uses(config, 4, rank)
         around = list(walk(plan, storages))
-        at, late = 0, set(plan.late)
+        at, late = 0, set(plan.misses)
         for action in schedule_for(config, 4).actions[rank]:
             uses = action_uses(config, action, rank)
             if uses:
@@ -142,10 +142,10 @@ def test_plans_of_actions_end_with_them(schedule, ahead):
                 assert around[at][1] == set(around[at][0].fetches), "nothing is there before"
                 at += len(uses)
                 assert around[at - 1][2] == set()
-        assert at == len(plan.steps)
+        assert at == len(plan.moves)
         assert (len(late) == at) == (ahead == 0)
         one = sum(storages[0].values())
-        fetched = sum(len(step.fetches) for step in plan.steps)
+        fetched = sum(len(step.fetches) for step in plan.moves)
         assert (plan.bytes_in, plan.bytes_out) == (fetched * one, 0)
         stage = 4 if schedule != "interleaved" else 2
         assert plan.peak_bytes == min(ahead + 1, stage) * one
@@ -177,7 +177,7 @@ def test_activations_of_any_plain_step(count, ahead, microbatches):
             away.remove(forward)
         if step.use.kind == "B":
             assert step.use._replace(kind="F") not in away
-        if step.leaves:
+        if step.evicts:
             away.add(step.use)
             moved += 1
     assert not away
@@ -214,12 +214,12 @@ def test_tokens_that_hide_a_layer_are_where_copy_and_forward_are_equal():
 
 def test_the_picture_has_every_use_and_every_dot(tmp_path):
     plan = plan_offload(step_uses(range(3)), {layer: {str(layer): 1} for layer in range(3)}, 1)
-    trace = " ".join(map(str, plan.steps)).split()
+    trace = " ".join(map(str, plan.moves)).split()
     figure = draw_offload(plan, trace, "three layers", tmp_path / "plan.svg")
     (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == [str(step.use) for step in plan.steps]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [str(step.use) for step in plan.moves]
     dots = [line for line in axes.lines if line.get_marker() == "o"]
-    assert len(dots) == len(plan.steps)
+    assert len(dots) == len(plan.moves)
     assert len([line for line in axes.lines if line.get_marker() == ">"]) == sum("+" in event for event in trace)
     assert len([line for line in axes.lines if line.get_marker() == "4"]) == sum("-" in event for event in trace)
     assert "three layers" in (tmp_path / "plan.svg").read_text()
@@ -263,7 +263,7 @@ def test_the_command_prints_plan_and_criterion(capsys):
     plan = plan_offload(step_uses(range(4)), layer_storages(config), 1)
     (row,) = (line for line in text.splitlines() if line.split()[:2] == ["1", "*"])
     assert f"{plan.bytes_in / 2**20:,.1f}" in row.split()
-    assert f"{len(plan.late)} of 12" in row
+    assert f"{len(plan.misses)} of 12" in row
     assert "in JAX" not in text
     assert main([*PLAN.split(), "--pipeline-model-parallel-size", "2"]) == 0
     assert "in JAX, s" in capsys.readouterr().out

@@ -20,7 +20,7 @@ from reference_torch.offload import (
     initialize_offload_manager,
 )
 from reference_torch.offload.link import Link
-from reference_torch.offload.memory import OffloadedParameter
+from reference_torch.offload.storage import OffloadedParameter
 from reference_torch.train import Trainer
 from tests.backends import tiny_corpus
 from tests.offload.support import (
@@ -258,7 +258,7 @@ def test_o8_memory_taken_away_is_named(managers):
     manager = managers(model, 0)
     manager.require(1)
     model.layers[1].wide.weight.data = torch.zeros(3 * WIDTH, WIDTH, dtype=torch.float64)
-    with pytest.raises(OffloadError, match=r"wide.weight of layer 1: expected to stay in its memory, .* close\(\) the"):
+    with pytest.raises(OffloadError, match=r"wide.weight of layer 1: expected to stay in its storage, .* close\(\)"):
         manager.offload_layer(1)
 
 
@@ -266,7 +266,7 @@ def test_o9_without_a_gpu_the_device_is_a_second_place_in_memory(managers):
     model = build()
     manager = managers(model, 0)
     assert manager.prefetch_stream is None
-    memory = manager._residency.layers[0].memories[0]
+    memory = manager._residency.layers[0].storages[0]
     assert memory.device_bytes == 0
     manager.require(0)
     assert memory.device_bytes == memory.nbytes
@@ -289,7 +289,7 @@ def test_o10_constructor_attributes_and_door(capsys):
     text = capsys.readouterr().out
     plan = plan_offload(step_uses(range(LAYERS)) * 2, first.storages(), 0)
     assert f"{plan.bytes_in / 2**20:.1f}" in text
-    assert f"{len(plan.late)} of {len(plan.steps)} uses of a layer began before its copy was requested" in text
+    assert f"{len(plan.misses)} of {len(plan.moves)} uses of a layer began before its copy was requested" in text
     assert "at most 1 layers" in text
     second = initialize_offload_manager(num_prefetch_layers=2)
     assert get_offload_manager() is second

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from diptych.plans.offload import Use, step_uses
 from diptych.plans.schedule.csv import schedule_from_csv
 from reference_torch.offload import offload_modules
-from reference_torch.offload.memory import OffloadedMemory
+from reference_torch.offload.storage import OffloadedStorage
 from reference_torch.pipeline import PipelineExecutor
 from reference_torch.rank_pool import RankPool
 from reference_torch.recompute import CheckpointWithoutOutput, MHCBlockRecomputeManager, lazy_restore
@@ -220,7 +220,7 @@ def test_an_update_does_not_wait_for_the_gradients_of_its_own_layer(managers, mo
             return super().step(closure)
 
     optimizer = Optimizer(layers.parameters(), lr=0.1)
-    real = OffloadedMemory.finish_eviction
+    real = OffloadedStorage.finish_eviction
 
     def finish(memory):
         if memory._outgoing is not None and memory.name.startswith("gradient of shape"):
@@ -231,7 +231,7 @@ def test_an_update_does_not_wait_for_the_gradients_of_its_own_layer(managers, mo
     for layer in layers:
         x = layer(x)
     x.sum().backward()
-    monkeypatch.setattr(OffloadedMemory, "finish_eviction", finish)
+    monkeypatch.setattr(OffloadedStorage, "finish_eviction", finish)
     manager.step(optimizer, is_per_parameter=True)
     weights = [("left", layer.weight.nbytes) for layer in layers]
     updates = [place for place, event in enumerate(events) if event[0] == "updated"]

@@ -55,14 +55,14 @@ class Machine:
             if stage < last:
                 slot = rows.backward_gradient[rank, row]
                 self.expect("gradients", rank, slot, self.schedule.backward_of(stage + 1, microbatch))
-            self.buffers["weights"][rank][rows.backward_weights[rank, row]] = pulled
+            self.buffers["weight_operands"][rank][rows.backward_weight_operands[rank, row]] = pulled
         if pulled is not None and pulled.kind == "B" and self.schedule.splits_backward:  # its second half, at once
             assert (rows.weights_stage[rank, row], rows.weights_microbatch[rank, row]) == pulled[1:]
-            self.expect("weights", rank, rows.weights_operands[rank, row], pulled)
+            self.expect("weight_operands", rank, rows.weights_operands[rank, row], pulled)
             return forward, pulled
         weights = self.action("W", rank, row, rows.weights_stage, rows.weights_microbatch)
         if weights is not None:
-            self.expect("weights", rank, rows.weights_operands[rank, row], weights._replace(kind="I"))
+            self.expect("weight_operands", rank, rows.weights_operands[rank, row], weights._replace(kind="I"))
         return forward, pulled
 
     def action(self, kind: str, rank: int, row: int, stages: np.ndarray, microbatches: np.ndarray) -> Action | None:

@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from diptych.planner.memory.stages import predict_stage_memory
 from diptych.planner.reports.schedule import (
-    other_schedules,
     plan_pipeline,
     print_schedule,
     shortened,
     warmup,
 )
-from diptych.planner.timeline import COLORS, IDLE, Bar, Timeline, draw_timeline, draw_timelines, shade, timeline_of
+from diptych.planner.timeline import COLORS, IDLE, Bar, Timeline, draw_timelines, shade, timeline_of
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.csv import schedule_rows
@@ -68,8 +66,7 @@ def drawn_cells(axes) -> dict[tuple[str, int], set[tuple[float, float, int]]]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_cells_are_the_simulations_actions(name):
     schedule = build_schedule(*SCHEDULES[name])
-    axes = Figure().subplots()
-    draw_timeline(schedule, COSTS, axes)
+    axes = draw_timelines([timeline_of(schedule, COSTS)]).axes[0]
     expected: dict[tuple[str, int], set[tuple[float, float, int]]] = {}
     for action, start in simulate(schedule, COSTS).starts.items():
         duration = {"F": 1.0, "B": 2.0, "I": 1.5, "W": 0.5}[action.kind]
@@ -147,14 +144,14 @@ def test_files_are_equal_to_the_byte(tmp_path, suffix):
     schedule = build_schedule(*SCHEDULES["interleaved"])
     paths = [tmp_path / f"{name}.{suffix}" for name in ("one", "two")]
     for path in paths:
-        draw_timeline(schedule, COSTS, path)
+        draw_timelines([timeline_of(schedule, COSTS)], path)
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert b"date" not in paths[0].read_bytes().lower()
 
 
 def test_what_cannot_be_drawn(tmp_path):
     with pytest.raises(ValueError, match=r"path: expected a name that ends in \.png or \.svg, got '.*a\.gif'"):
-        draw_timeline(build_schedule("none", 1, 1), None, tmp_path / "a.gif")
+        draw_timelines([timeline_of(build_schedule("none", 1, 1))], tmp_path / "a.gif")
     with pytest.raises(ValueError, match="timelines: expected at least one, got none"):
         draw_timelines([])
 
@@ -178,9 +175,8 @@ def rows_after(text: str, heading: str, count: int) -> list[list[str]]:
 def test_printed_numbers_are_the_simulations(schedule):
     virtual = 2 if schedule == "interleaved" else None
     config = replace(CONFIG, pipeline_schedule=schedule, virtual_pipeline_model_parallel_size=virtual)
-    text = printed(config, 2, 8, head=0.5)
+    text = printed(config, 2, 8)
     layers = [*map(float, layers_by_stage(config))]
-    layers[-1] += 0.5
     memory = [predict_stage_memory(config, stage, 2) for stage in range(num_stages(config))]
     weights = [float(m.weight_gradients) if schedule == "zb-h1" else 0.0 for m in memory]
     costs = Costs(layers, layers, layers, 0.0, [float(m.saved) for m in memory], weights)
@@ -304,18 +300,6 @@ def test_an_output_that_is_not_freed_is_counted():
         predict_stage_memory(retained, s, 2).saved - predict_stage_memory(freed, s, 2).saved for s in range(4)
     ]
     assert difference == [output, output, output, 0]
-
-
-def test_given_times():
-    plan = plan_pipeline(CONFIG, 1, 8, Costs(2.0, 1.0, 1.0, communication=0.5))
-    assert plan.simulation.makespan == simulate(build_schedule("1f1b", 4, 8), Costs(2.0, 1.0, 1.0, 0.5)).makespan
-    others = {other.name: other for other in other_schedules(plan, 1, Costs(2.0))}
-    expected = "costs: expected 8 stages, as the schedule has, got 4; give costs for this schedule"
-    assert others["interleaved"].reason == expected
-    with pytest.raises(ValueError, match="costs: expected forward of 4 stages, got 2"):
-        plan_pipeline(CONFIG, 1, 8, Costs(forward=[1.0, 2.0]))
-    with pytest.raises(ValueError, match="costs: expected an action that takes time, got a step of 0; give F, I or W"):
-        plan_pipeline(CONFIG, 1, 8, Costs(0.0, 0.0, 0.0))
 
 
 def test_microbatches_a_schedule_cannot_have():

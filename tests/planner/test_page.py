@@ -19,6 +19,7 @@ from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import Use, plan_offload
 from diptych.plans.recompute import NO_RECOMPUTE
 from diptych.plans.schedule.messages import dependencies
+from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.placement import SCHEDULES
 from diptych.plans.schedule.simulate import simulate
 from tests.planner.page_cases import FAST_LINK, REQUESTS, UNEVEN, actions_of, costs_of, described, drawn
@@ -150,7 +151,7 @@ def test_copies_come_one_after_the_other_when_they_are_asked_for():
     storages = {layer: {f"{layer}.weight": 10} for layer in range(3)}
     spans = [Span(float(place), place + 1.0) for place in range(len(uses))]
     plan = plan_offload(uses, storages, 1)
-    assert " ".join(map(str, plan.steps)) == "+0 +1 F0 -0 +2 F1 F2 B2 -2 +0 B1 B0 S0 -0 +2 S1 -1 +0 S2 -2"
+    assert " ".join(map(str, plan.moves)) == "+0 +1 F0 -0 +2 F1 F2 B2 -2 +0 B1 B0 S0 -0 +2 S1 -1 +0 S2 -2"
     cases = {
         10.0: [
             (0, 0, 1),
@@ -268,8 +269,7 @@ def test_the_planners_own_times_are_used_with_the_rates_given():
 
 def test_times_are_those_of_the_planned_pipeline():
     entry, config, _ = drawn("pipeline")[0]
-    plan = plan_pipeline(config, 2, 6, costs_of(entry))
-    assert plan.simulation.makespan == entry["makespan"]
-    assert [*plan.simulation.peak_bytes] == [
+    assert simulate(schedule_for(config, 6), costs_of(entry)).makespan == entry["makespan"]
+    assert [*plan_pipeline(config, 2, 6).simulation.peak_bytes] == [
         rank["memory"]["activations"] + rank["memory"]["waiting"] for rank in entry["ranks"]
     ]

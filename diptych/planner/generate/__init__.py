@@ -19,6 +19,7 @@ from diptych.planner.generate.bound import lower_bound
 from diptych.planner.generate.listing import list_orders, rules
 from diptych.planner.generate.moves import Budget, heaviest, join, lower_peaks, shorten
 from diptych.planner.generate.orders import Orders, Pipeline, Timing, run
+from diptych.plans.config.rules import check_at_least
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.named import build_schedule, check_sizes
 from diptych.plans.schedule.placement import SCHEDULES, V_SCHEDULES, Placement
@@ -126,9 +127,7 @@ def check_costs(costs: Costs, num_stages: int) -> None:
 
 def _check_sizes(p: int, m: int, v: int, placement: Placement, effort: float) -> None:
     """Reject invalid sizes, placement or effort of generate_schedule."""
-    for name, value in (("pp_size", p), ("num_microbatches", m), ("stages_per_rank", v)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+    check_at_least(1, pp_size=p, num_microbatches=m, stages_per_rank=v)
     if placement not in get_args(Placement):
         raise ValueError(f"placement: expected one of {get_args(Placement)}, got {placement!r}")
     if placement == "v" and v != 2:

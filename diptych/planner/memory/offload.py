@@ -14,7 +14,7 @@ from typing import NamedTuple
 from diptych.planner.memory.nodes import Value
 from diptych.plans.config import TransformerConfig
 from diptych.plans.model.layers import Offloaded, is_offloaded
-from diptych.plans.offload import ActivationStep, Use, action_uses, layers_that_stay, plan_activations
+from diptych.plans.offload import ActivationMoves, Use, action_uses, layers_that_stay, plan_activations
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.actions import Action, Schedule
 
@@ -162,26 +162,26 @@ def action_moves(config: TransformerConfig, schedule: Schedule, rank: int) -> li
     for action, own in zip(actions, uses, strict=True):
         each = [next(steps) for _ in own]
         if action.kind == "F":
-            left[action[1:]] = frozenset(step.use.layer for step in each if step.leaves)
+            left[action[1:]] = frozenset(step.use.layer for step in each if step.evicts)
             found.append(_forward_moves(each, left[action[1:]], places))
         else:
             found.append(_backward_moves(action, each, left[action[1:]], places))
     return found
 
 
-def _forward_moves(steps: Iterable[ActivationStep], leaving: frozenset[int], places: _Places) -> ActionMoves:
+def _forward_moves(steps: Iterable[ActivationMoves], leaving: frozenset[int], places: _Places) -> ActionMoves:
     """Return the moves of a forward, and update the places."""
     moves = ActionMoves(leaving)
     for number, step in enumerate(steps):
         if number == 0 and places.outgoing:
             moves.frees = places.outgoing[0]
         places.on_host.update(places.outgoing)
-        places.outgoing[:] = [step.use] * step.leaves
+        places.outgoing[:] = [step.use] * step.evicts
     return moves
 
 
 def _backward_moves(
-    action: Action, steps: Iterable[ActivationStep], leaving: frozenset[int], places: _Places
+    action: Action, steps: Iterable[ActivationMoves], leaving: frozenset[int], places: _Places
 ) -> ActionMoves:
     """Return the moves of a backward, and update the places."""
     own = {use.layer for use in places.on_host if use.microbatch == action.microbatch and use.layer in leaving}

@@ -133,11 +133,11 @@ def place_copies(
     found = []
     link = 0.0
     changed = set()
-    for number, (step, span) in enumerate(zip(plan.steps, spans, strict=True)):
+    for number, (step, span) in enumerate(zip(plan.moves, spans, strict=True)):
         for layer in step.fetches:
             begin = max(link, span.begin)
             link = begin + sum(storages[layer].values()) / bandwidth
-            later = zip(plan.steps[number:], spans[number:], strict=True)
+            later = zip(plan.moves[number:], spans[number:], strict=True)
             needed = next((other.begin for use, other in later if use.use.layer == layer), math.inf)
             found.append(Copy(layer, True, begin, link, needed))
         if step.use.kind == "S":
@@ -181,7 +181,7 @@ def _activation_marks(config: TransformerConfig, uses: list[Use], spans: list[Sp
     steps = plan_activations(uses, config.tensor_offload_num_prefetch_layers, (), stay)
     marks: dict[str, Any] = {"layer": [], "microbatch": [], "toDevice": [], "time": []}
     for step, span in zip(steps, spans, strict=False):
-        moves = [(use, 1, span.begin) for use in step.fetches] + [(step.use, 0, span.end)] * step.leaves
+        moves = [(use, 1, span.begin) for use in step.fetches] + [(step.use, 0, span.end)] * step.evicts
         for use, to_device, time in moves:
             for name, value in zip(marks, (use.layer, use.microbatch, to_device, time), strict=True):
                 marks[name].append(value)

@@ -12,7 +12,7 @@ from diptych.planner.memory.ranks import rank_memories
 from diptych.planner.memory.stages import StageMemory, predict_stages
 from diptych.planner.page.copies import copies_of_schedule
 from diptych.planner.reports.mesh import UNITS, describe_mesh, memory_unit
-from diptych.planner.reports.schedule import PipelinePlan, describe_stage, plan_pipeline, with_schedule
+from diptych.planner.reports.schedule import PipelinePlan, describe_stage, plan_pipeline, plan_schedules
 from diptych.planner.step_time import Machine, StageTimes, after_backward
 from diptych.planner.traffic import message_bytes
 from diptych.plans.config import TransformerConfig
@@ -89,16 +89,9 @@ def describe_plan(request: PageRequest) -> dict[str, Any]:
     config = request.config
     times = StageTimes(request.machine)
     chosen = _describe(request, config, times)
-    drawn = [chosen]
-    refused = []
-    if config.pipeline_model_parallel_size > 1 and request.pieces <= WITH_OTHERS:
-        for name in SCHEDULES:
-            if name == chosen["name"]:
-                continue
-            try:
-                drawn.append(_describe(request, with_schedule(config, name), times))
-            except ValueError as error:
-                refused.append({"name": name, "reason": request.name_settings(str(error))})
+    has_others = config.pipeline_model_parallel_size > 1 and request.pieces <= WITH_OTHERS
+    names = [name for name in SCHEDULES if has_others and name != chosen["name"]]
+    others, refused = plan_schedules(config, names, lambda other: _describe(request, other, times))
     unit = memory_unit(max(rank["memory"]["total"] for rank in chosen["ranks"]))
     return {
         "title": _title(chosen),
@@ -109,8 +102,8 @@ def describe_plan(request: PageRequest) -> dict[str, Any]:
         "contextRanks": config.context_parallel_size,
         "machine": asdict(request.machine),
         "limits": {"withOthers": WITH_OTHERS, "most": MOST_PIECES, "pieces": request.pieces},
-        "schedules": drawn,
-        "refused": refused,
+        "schedules": [chosen, *others.values()],
+        "refused": [{"name": name, "reason": request.name_settings(text)} for name, text in refused.items()],
     }
 
 
@@ -146,7 +139,7 @@ def _describe(request: PageRequest, config: TransformerConfig, times: StageTimes
     count = request.num_microbatches
     machine = request.machine
     stage_times = times.of(config, batch)
-    plan = plan_pipeline(config, batch, count, roofline=times)
+    plan = plan_pipeline(config, batch, count, times)
     schedule = plan.schedule
     simulation = plan.simulation
     gradients, update = after_backward(config, batch, count, request.data_parallel_size, machine)

@@ -4,6 +4,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from diptych.planner.reports.console import new_table
 from diptych.planner.reports.mesh import add_rows
 from diptych.planner.traffic import layer_exchanges
 from diptych.plans.config import TransformerConfig
@@ -31,13 +32,10 @@ def _ranks(config: TransformerConfig, batch: int) -> Table:
     tokens = np.zeros((batch, length), np.int32)
     offsets = concatenate_sequences(tokens, tokens, np.arange(batch)).cu_seqlens
     part = batch * length // size
-    table = Table(
-        box=None,
-        title=f"a microbatch of {batch} x {length:,} tokens over {size} ranks, {part:,} each",
-        title_justify="left",
+    table = new_table(
+        f"a microbatch of {batch} x {length:,} tokens over {size} ranks, {part:,} each",
+        ("rank", "tokens", "sequences", "earlier tokens of first sequence", "later ranks of last sequence"),
     )
-    for heading in ("rank", "tokens", "sequences", "earlier tokens of first sequence", "later ranks of last sequence"):
-        table.add_column(heading, justify="right")
     rows = []
     for rank in range(size):
         local = local_sequences(offsets, rank, part)
@@ -62,14 +60,12 @@ def _exchanges(config: TransformerConfig, layers: list[int]) -> Table:
     itemsize = 2 if config.cp_wire_dtype else 8 if config.params_dtype == "float64" else 4
     ranks, rank = _left_out(config)
     approximate = f"the nearest {ranks}" if ranks is not None else f"maps of rank {rank}" if rank is not None else ""
-    table = Table(
-        box=None,
-        title=f"states of {len(layers)} gdn and kda layers, {heads} heads of {key} x {value}; per layer, forward, "
+    table = new_table(
+        f"states of {len(layers)} gdn and kda layers, {heads} heads of {key} x {value}; per layer, forward, "
         "and the same backward",
-        title_justify="left",
+        ("exchange", "rounds", "sent by one rank, KiB", "received by all, KiB", "all layers, KiB"),
+        left=("exchange",),
     )
-    for heading in ("exchange", "rounds", "sent by one rank, KiB", "received by all, KiB", "all layers, KiB"):
-        table.add_column(heading, justify="left" if heading == "exchange" else "right")
     variants: list[tuple[str, str, tuple]] = [
         (f"{exchange}{' *' if exchange == config.cp_exchange and not approximate else ''}", exchange, ())
         for exchange in CP_EXCHANGES

@@ -12,9 +12,9 @@ from rich.table import Table
 from diptych.planner.generate import GENERATED, generate_schedule
 from diptych.planner.memory.ranks import standing_bytes
 from diptych.planner.memory.stages import predict_stages
-from diptych.planner.reports.console import print_written
+from diptych.planner.reports.console import new_table, print_written
 from diptych.planner.reports.mesh import add_rows
-from diptych.planner.reports.schedule import IN_JAX, with_schedule
+from diptych.planner.reports.schedule import IN_JAX, plan_schedules, time_cells
 from diptych.planner.request import PlanRequest, parse_bytes
 from diptych.planner.stage_costs import read_stage_costs
 from diptych.planner.step_time import StageTimes, costs_of
@@ -22,7 +22,6 @@ from diptych.planner.timeline import draw_timelines, timeline_of
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.csv import read_schedule, schedule_to_csv
-from diptych.plans.schedule.lockstep import lockstep_makespan
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.partition import num_stages
 from diptych.plans.schedule.placement import SCHEDULES, place_of
@@ -161,39 +160,28 @@ def _named(command: PlanRequest) -> tuple[list[Planned], dict[str, str]]:
 
     If times are predicted, schedules with other stages have their own; measured times do not apply to them.
     """
-    found = []
-    refused = {}
     stages = num_stages(command.model)
-    for name in SCHEDULES[1:]:
-        try:
-            config = with_schedule(command.model, name)
-            if command.stage_costs is not None and num_stages(config) != stages:
-                raise ValueError(
-                    f"costs: expected {num_stages(config)} stages, as the schedule has, got {stages}; give costs for "
-                    "this schedule"
-                )
-            schedule = schedule_for(config, command.num_microbatches)
-            costs = stage_costs(command, config)
-            simulation = simulate(schedule, costs)
-            found.append(
-                Planned(
-                    schedule,
-                    costs,
-                    simulation,
-                    _largest(simulation, standing_bytes(config, command.data_parallel_size)),
-                )
+
+    def planned(config: TransformerConfig) -> Planned:
+        if command.stage_costs is not None and num_stages(config) != stages:
+            raise ValueError(
+                f"costs: expected {num_stages(config)} stages, as the schedule has, got {stages}; give costs for this "
+                "schedule"
             )
-        except ValueError as error:
-            refused[name] = str(error)
-    return found, refused
+        schedule = schedule_for(config, command.num_microbatches)
+        costs = stage_costs(command, config)
+        simulation = simulate(schedule, costs)
+        standing = standing_bytes(config, command.data_parallel_size)
+        return Planned(schedule, costs, simulation, _largest(simulation, standing))
+
+    found, refused = plan_schedules(command.model, SCHEDULES[1:], planned)
+    return [*found.values()], refused
 
 
 def _stage_table(made: Planned) -> Table:
     """Return a table of the costs of every stage."""
-    table = Table(box=None, title="stages, one microbatch", title_justify="left")
     headings = ("rank", "stage", "F, ms", "I, ms", "W, ms", "saved for backward, MiB", "from I to W, MiB")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    table = new_table("stages, one microbatch", headings)
     schedule = made.schedule
     costs = made.costs
     rows = []
@@ -208,20 +196,10 @@ def _stage_table(made: Planned) -> Table:
 
 def _comparison(made: Planned, named: Sequence[Planned], limit: int | None) -> Table:
     """Return a table of the generated schedule and the named ones."""
-    table = Table(box=None, title="schedules", title_justify="left")
-    for heading in ("", "makespan, s", "relative", "in JAX, s", "bubble", "rank that holds most, MiB", ""):
-        table.add_column(heading, justify="right" if heading else "left")
+    headings = ("", "makespan, s", "relative", "in JAX, s", "bubble", "rank that holds most, MiB", "")
+    table = new_table("schedules", headings)
     for each in (made, *named):
-        schedule = each.schedule
-        simulation = each.simulation
         note = "over memory_limit" if limit is not None and each.largest > limit else ""
-        table.add_row(
-            f"{schedule.name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else schedule.name,
-            f"{simulation.makespan:.5g}",
-            f"{simulation.makespan / made.simulation.makespan:.3f}",
-            f"{lockstep_makespan(schedule, each.costs):.5g}",
-            f"{sum(simulation.bubble) / (schedule.pp_size * simulation.makespan):.1%}",
-            f"{each.largest / MIB:,.1f}",
-            note,
-        )
+        times = time_cells(each.schedule, each.costs, each.simulation, made.simulation.makespan)
+        table.add_row(*times, f"{each.largest / MIB:,.1f}", note)
     return table

@@ -1,12 +1,12 @@
 """The report of the predicted memory of a training step."""
 
 from rich.console import Console
-from rich.table import Table
 
 from diptych.planner.budget import BudgetPlan
 from diptych.planner.memory import MemoryPrediction
 from diptych.planner.memory.rank_peaks import rank_peaks
 from diptych.planner.memory.stages import simulate_stage
+from diptych.planner.reports.console import new_table
 from diptych.plans.config import TransformerConfig
 from diptych.plans.recompute import block_length, recompute_blocks, without_recompute
 from diptych.plans.schedule.named import schedule_for
@@ -34,11 +34,9 @@ def print_plan(console: Console, config: TransformerConfig, batch: int, num_micr
     title = f"PyTorch, {batch} sequences of {config.seq_length} tokens"
     if config.context_parallel_size > 1:
         title += f", on one of {config.context_parallel_size} context ranks"
-    table = Table(box=None, title=title, title_justify="left")
-    table.add_column("saved for backward")
     columns = [full] if all(block.kind == "none" for block in blocks) else [full, plan]
-    for heading in ("without recompute, MiB", "as planned, MiB")[: len(columns)]:
-        table.add_column(heading, justify="right")
+    headings = ("saved for backward", "without recompute, MiB", "as planned, MiB")
+    table = new_table(title, headings[: 1 + len(columns)], left=headings[:1])
     for name, *sizes in _rows(columns):
         table.add_row(name, *(f"{size / MIB:,.1f}" for size in sizes))
     table.add_section()

@@ -9,6 +9,7 @@ from rich.table import Table
 from diptych.planner.memory.rank_peaks import rank_peaks
 from diptych.planner.memory.ranks import RankMemory, rank_memories
 from diptych.planner.memory.stages import predict_stages
+from diptych.planner.reports.console import new_table
 from diptych.planner.traffic import wire_traffic
 from diptych.plans.config import TransformerConfig
 from diptych.plans.schedule.named import schedule_for
@@ -96,9 +97,8 @@ def _memory_table(ranks: Sequence[RankMemory]) -> Table:
     terms = [name for name in terms if name in always or any(getattr(rank, name) for rank in ranks)]
     headings = {"waiting": "from I to W", "on_host": "also on host", "master_weights": "master weights"}
     unit = memory_unit(max(rank.total for rank in ranks))
-    table = Table(box=None, title=f"bytes of one rank, by term, {unit}", title_justify="left")
-    for heading in ("pipeline rank", *(headings.get(name, name) for name in terms)):
-        table.add_column(heading, justify="right")
+    names = ("pipeline rank", *(headings.get(name, name) for name in terms))
+    table = new_table(f"bytes of one rank, by term, {unit}", names)
     cells = [[f"{getattr(rank, name) / UNITS[unit]:,.1f}" for name in terms] for rank in ranks]
     add_rows(table, join_equal_ranks(cells))
     return table
@@ -109,9 +109,8 @@ def _wire_table(config: TransformerConfig, batch: int, count: int, replicas: int
     traffic = wire_traffic(config, batch, count, replicas)
     together = [sum(each) for each in zip(*(term.by_rank for term in traffic), strict=True)]
     unit = memory_unit(max(together))
-    table = Table(box=None, title=f"traffic of one step, {unit}", title_justify="left")
-    for heading in ("", "algorithm", "a rank sends", "pipeline rank", "all ranks"):
-        table.add_column(heading, justify="left" if heading in ("", "algorithm") else "right", no_wrap=True)
+    headings = ("", "algorithm", "a rank sends", "pipeline rank", "all ranks")
+    table = new_table(f"traffic of one step, {unit}", headings, left=headings[:2], no_wrap=headings)
     for name, algorithm, by_rank, total in traffic:
         most = max(by_rank)
         place = (

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rich.console import Console
-from rich.table import Table
 
 from diptych.planner.offload_times import min_tokens_for_overlap, simulate_offload, use_seconds
+from diptych.planner.reports.console import new_table
 from diptych.planner.request import PlanRequest
 from diptych.plans.offload import Use, join_plans, layer_storages, plan_actions, plan_offload, rank_layers, rank_uses
 
@@ -31,16 +31,12 @@ def print_offload(console: Console, command: PlanRequest) -> None:
     updates = [Use("S", layer) for layer in layers]
     uses = rank_uses(config, count, rank) + updates
     in_pipeline = config.pipeline_model_parallel_size > 1
-    table = Table(
-        box=None,
-        title=f"offloaded parameters of {len(layers)} layers, a step of {count} x {tokens:,} tokens on rank {rank}; "
+    headings = ("prefetched", "on device, MiB", "to device, MiB", "to host, MiB", "misses", "step, s", "over")
+    table = new_table(
+        f"offloaded parameters of {len(layers)} layers, a step of {count} x {tokens:,} tokens on rank {rank}; "
         f"{command.link_bandwidth:g} GB/s, {command.compute_rate:g} TFLOP/s",
-        title_justify="left",
+        (*headings, "in JAX, s") if in_pipeline else headings,
     )
-    for heading in ("prefetched", "on device, MiB", "to device, MiB", "to host, MiB", "late uses", "step, s", "over"):
-        table.add_column(heading, justify="right")
-    if in_pipeline:
-        table.add_column("in JAX, s", justify="right")
     for ahead in sorted({*range(5), asked}):
         plan = plan_offload(uses, storages, ahead)
         seconds = use_seconds(config, tokens, rate)
@@ -53,7 +49,7 @@ def print_offload(console: Console, command: PlanRequest) -> None:
         table.add_row(
             f"{ahead}{' *' if ahead == asked else ''}",
             *(f"{size / MIB:,.1f}" for size in (plan.peak_bytes, plan.bytes_in, plan.bytes_out)),
-            f"{len(plan.late)} of {len(uses)}",
+            f"{len(plan.misses)} of {len(uses)}",
             f"{times.makespan:.3g}",
             f"{times.makespan / max(times.compute, times.transfer):.2f}x",
             *in_jax,

@@ -41,12 +41,12 @@ def draw_offload(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
 
-    layers = sorted({step.use.layer for step in plan.steps})
+    layers = sorted({step.use.layer for step in plan.moves})
     row = {layer: len(layers) - 1 - place for place, layer in enumerate(layers)}
     figure = Figure(figsize=(11.0, 1.0 + 0.3 * len(layers)), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     on_device: set[int] = set()
-    for place, step in enumerate(plan.steps):
+    for place, step in enumerate(plan.moves):
         arriving = set(step.fetches)
         leaving = set(step.evictions)
         on_device |= arriving
@@ -61,18 +61,18 @@ def draw_offload(
         on_device -= leaving
     for place, layer in _used(trace):
         axes.plot(place + 0.5, row[layer] + 0.2, marker="o", color="white", mec=INK, mew=0.5, ms=3.5)
-    axes.set_xlim(0, len(plan.steps))
+    axes.set_xlim(0, len(plan.moves))
     axes.set_ylim(0, len(layers))
     axes.set_yticks([row[layer] + 0.43 for layer in layers], [str(layer) for layer in layers])
     axes.set_xticks(
-        [place + 0.5 for place in range(len(plan.steps))], [str(step.use) for step in plan.steps], fontsize=6
+        [place + 0.5 for place in range(len(plan.moves))], [str(step.use) for step in plan.moves], fontsize=6
     )
     axes.tick_params(length=0)
     axes.set_ylabel("layer")
     axes.set_title(title, fontsize=9, loc="left")
     for side in axes.spines.values():
         side.set_visible(False)
-    kinds = dict.fromkeys(step.use.kind for step in plan.steps)
+    kinds = dict.fromkeys(step.use.kind for step in plan.moves)
     handles = [Patch(color=color, label=name) for kind, (name, color) in KINDS.items() if kind in kinds]
     handles += [Patch(color=ON_DEVICE, label="on the device"), Patch(color=IDLE, label="on the host")]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7, frameon=False)

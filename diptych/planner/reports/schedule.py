@@ -1,16 +1,16 @@
 """The report of a pipeline: placement of layers, the schedule's table, its time and memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from diptych.planner.memory.stages import predict_stages
-from diptych.planner.reports.console import print_written
+from diptych.planner.reports.console import new_table, print_written
 from diptych.planner.reports.memory import describe_blocks
 from diptych.planner.reports.mesh import add_rows, printed_rows
 from diptych.planner.step_time import Machine, StageTimes
@@ -33,6 +33,8 @@ PRECISION = ".5g"
 """Format of printed times."""
 IN_JAX = "in JAX: the makespan of lock-step slots, each as long as its busiest rank"
 
+T = TypeVar("T")
+
 
 class PipelinePlan(NamedTuple):
     """A configuration's schedule and its simulation."""
@@ -43,23 +45,8 @@ class PipelinePlan(NamedTuple):
     simulation: Simulation
 
 
-class OtherSchedule(NamedTuple):
-    """Another schedule, compared with the chosen one."""
-
-    name: str
-    plan: PipelinePlan | None
-    """None if it does not fit."""
-    reason: str
-    """Reason why it does not fit."""
-
-
 def plan_pipeline(
-    config: TransformerConfig,
-    micro_batch_size: int,
-    num_microbatches: int,
-    costs: Costs | None = None,
-    head: float = 0.0,
-    roofline: StageTimes | None = None,
+    config: TransformerConfig, micro_batch_size: int, num_microbatches: int, roofline: StageTimes | None = None
 ) -> PipelinePlan:
     """Return a configuration's schedule and its simulation.
 
@@ -67,71 +54,50 @@ def plan_pipeline(
         config: the model, with its pipeline.
         micro_batch_size: sequences of a microbatch.
         num_microbatches: microbatches of a step.
-        costs: times of actions and messages; its bytes are ignored, since they are predicted. None: times of roofline;
-            without roofline, F, I and W of a stage each take its number of layers.
-        head: without costs and roofline, time of final norm, output layer and loss, in layers.
-        roofline: predicts times of stages and messages in seconds, as ``diptych plan`` prints them.
+        roofline: predicts times of stages and messages in seconds, as ``diptych plan`` prints them; None: F, I and W of
+            a stage each take its number of layers.
 
     Raises:
-        ValueError: the schedule does not allow so many microbatches; or costs are for another number of stages or all
-            0.
+        ValueError: the schedule does not allow so many microbatches.
     """
     schedule = schedule_for(config, num_microbatches)
-    stages = range(num_stages(config))
-    if costs is None and roofline is not None:
-        costs = roofline.costs(config, micro_batch_size)
-    if costs is None:
+    if roofline is None:
         times = [float(count) for count in layers_by_stage(config)]
-        times[-1] += head
         costs = Costs(times, times, times)
-    for name in ("forward", "input_gradient", "weight_gradient"):
-        given = getattr(costs, name)
-        if isinstance(given, Sequence) and len(given) != len(stages):
-            raise ValueError(f"costs: expected {name} of {len(stages)} stages, got {len(given)}")
+    else:
+        costs = roofline.costs(config, micro_batch_size)
     memory = predict_stages(config, micro_batch_size)
     costs = replace(
         costs,
         activation_bytes=[float(stage.saved) for stage in memory],
         weight_gradient_bytes=[float(stage.weight_gradients) if schedule.splits_backward else 0.0 for stage in memory],
     )
-    simulation = simulate(schedule, costs)
-    if simulation.makespan <= 0:
-        raise ValueError(
-            f"costs: expected an action that takes time, got a step of {simulation.makespan:g}; give F, I or W"
-        )
-    return PipelinePlan(config, schedule, costs, simulation)
+    return PipelinePlan(config, schedule, costs, simulate(schedule, costs))
 
 
-def other_schedules(
-    plan: PipelinePlan,
-    micro_batch_size: int,
-    costs: Costs | None = None,
-    head: float = 0.0,
-    roofline: StageTimes | None = None,
-) -> list[OtherSchedule]:
-    """Return every other schedule for the same model, ranks and microbatches; "none" runs the model on one rank.
+def plan_schedules(
+    config: TransformerConfig, names: Iterable[str], plan: Callable[[TransformerConfig], T]
+) -> tuple[dict[str, T], dict[str, str]]:
+    """Plan named schedules for the same model and ranks; "none" runs the model on one rank.
 
-    Schedules with another number of stages divide the layers again, with the same options; they do not fit given costs.
-    Arguments as in plan_pipeline.
+    Schedules with another number of stages divide the layers again, with the same options.
+
+    Args:
+        config: the model, with a pipeline of any schedule.
+        names: names of schedules.
+        plan: plans a configuration; it raises a ValueError if the schedule does not fit.
+
+    Returns:
+        The plans of the schedules that fit, and the reasons why the others do not fit, by name.
     """
-    config = plan.config
-    num_microbatches = plan.schedule.num_microbatches
-    found = []
-    for name in SCHEDULES:
-        if name == plan.schedule.name:
-            continue
+    found = {}
+    refused = {}
+    for name in names:
         try:
-            other = with_schedule(config, name)
-            if costs is not None and num_stages(other) != num_stages(config):
-                raise ValueError(
-                    f"costs: expected {num_stages(other)} stages, as the schedule has, got {num_stages(config)}; give "
-                    "costs for this schedule"
-                )
-            planned = plan_pipeline(other, micro_batch_size, num_microbatches, costs, head, roofline)
-            found.append(OtherSchedule(name, planned, ""))
+            found[name] = plan(with_schedule(config, name))
         except ValueError as error:
-            found.append(OtherSchedule(name, None, str(error)))
-    return found
+            refused[name] = str(error)
+    return found, refused
 
 
 def with_schedule(config: TransformerConfig, name: str) -> TransformerConfig:
@@ -159,9 +125,7 @@ def print_schedule(
     config: TransformerConfig,
     micro_batch_size: int,
     num_microbatches: int,
-    costs: Costs | None = None,
     picture: Path | str | None = None,
-    head: float = 0.0,
     roofline: StageTimes | None = None,
     name_settings: Callable[[str], str] = str,
 ) -> None:
@@ -172,19 +136,21 @@ def print_schedule(
         config: as in plan_pipeline.
         micro_batch_size: as in plan_pipeline.
         num_microbatches: as in plan_pipeline.
-        costs: as in plan_pipeline.
         picture: a .png or .svg for the timelines of this schedule and the others that fit; None: no picture.
-        head: as in plan_pipeline.
         roofline: as in plan_pipeline.
         name_settings: rewrites the names of settings in a message, for example as flags.
 
     Raises:
         ValueError: as in plan_pipeline; or the picture is neither .png nor .svg.
     """
-    plan = plan_pipeline(config, micro_batch_size, num_microbatches, costs, head, roofline)
-    others = other_schedules(plan, micro_batch_size, costs, head, roofline)
-    unit = unit_of(costs, roofline)
+
+    def planned(config: TransformerConfig) -> PipelinePlan:
+        return plan_pipeline(config, micro_batch_size, num_microbatches, roofline)
+
+    plan = planned(config)
     schedule = plan.schedule
+    others, refused = plan_schedules(config, [name for name in SCHEDULES if name != schedule.name], planned)
+    unit = unit_of(roofline)
     stages = f" of {schedule.stages_per_rank} virtual stages" if schedule.stages_per_rank > 1 else ""
     console.print(
         f"pipeline: {schedule.name}, {schedule.pp_size} rank{'s' * (schedule.pp_size > 1)}{stages}, "
@@ -205,13 +171,12 @@ def print_schedule(
     console.print(_rank_table(plan, unit))
     console.print()
     console.print(_comparison(plan, others, unit))
-    for name, other, reason in others:
-        if other is None:
-            console.print(f"{name} does not fit: {name_settings(reason)}", highlight=False, markup=False)
+    for name, reason in refused.items():
+        console.print(f"{name} does not fit: {name_settings(reason)}", highlight=False, markup=False)
     console.print(f"time: {unit.description}. Memory: saved for backward, without temporary buffers.")
     console.print(IN_JAX)
     if picture is not None:
-        drawn = [plan, *(other.plan for other in others if other.plan is not None and other.name != "none")]
+        drawn = [plan, *(other for name, other in others.items() if name != "none")]
         draw_timelines([timeline_of(p.schedule, in_unit(p.costs, unit)) for p in drawn], picture, unit.name)
         print_written(console, picture)
 
@@ -226,10 +191,8 @@ class Unit(NamedTuple):
     """Factor from the simulation's times to this unit."""
 
 
-def unit_of(costs: Costs | None, roofline: StageTimes | None) -> Unit:
-    """Return the unit of the times that plan_pipeline derives from these arguments."""
-    if costs is not None:
-        return Unit("as given", "as given")
+def unit_of(roofline: StageTimes | None) -> Unit:
+    """Return the unit of the times that plan_pipeline predicts."""
     if roofline is None:
         return Unit("a layer's forward is 1", "in forwards of one layer; I and W each take as long as F")
     return Unit(
@@ -297,12 +260,10 @@ def _stage_table(plan: PipelinePlan) -> Table:
     """Return a table of the layers of every stage, and of the bytes that a microbatch saves there."""
     config = plan.config
     schedule = plan.schedule
-    table = Table(box=None, title="stages", title_justify="left")
     virtual = schedule.stages_per_rank > 1
     split = schedule.splits_backward
     headings = ["rank", *(["virtual stage"] if virtual else []), "stage", "holds", "saved for backward, MiB"]
-    for heading in [*headings, *(["from I to W, MiB"] if split else [])]:
-        table.add_column(heading, justify="left" if heading == "holds" else "right")
+    table = new_table("stages", [*headings, *(["from I to W, MiB"] if split else [])], left=("holds",))
     rows = []
     for rank in range(schedule.pp_size):
         for stage in (stage for stage in range(schedule.num_stages) if schedule.rank_of(stage) == rank):
@@ -343,18 +304,11 @@ def _rank_table(plan: PipelinePlan, unit: Unit) -> Table:
     schedule = plan.schedule
     simulation = plan.simulation
     name = " ms" if unit.name == "ms" else ""
-    table = Table(
-        box=None, title=f"ranks; makespan {simulation.makespan * unit.scale:{PRECISION}}{name}", title_justify="left"
+    bubble = f"bubble{',' * bool(name)}{name}"
+    table = new_table(
+        f"ranks; makespan {simulation.makespan * unit.scale:{PRECISION}}{name}",
+        ("rank", "warm-up forwards", bubble, "share", "peak in flight", "peak saved, MiB"),
     )
-    for heading in (
-        "rank",
-        "warm-up forwards",
-        f"bubble{',' * bool(name)}{name}",
-        "share",
-        "peak in flight",
-        "peak saved, MiB",
-    ):
-        table.add_column(heading, justify="right")
     rows = [
         (
             str(rank),
@@ -370,26 +324,39 @@ def _rank_table(plan: PipelinePlan, unit: Unit) -> Table:
     return table
 
 
-def _comparison(plan: PipelinePlan, others: Sequence[OtherSchedule], unit: Unit) -> Table:
+def _comparison(plan: PipelinePlan, others: Mapping[str, PipelinePlan], unit: Unit) -> Table:
     """Return a table of the chosen schedule and all others that fit."""
     title = f"schedules{'; times in ms' if unit.name == 'ms' else ''}; in flight and saved: largest of all ranks"
-    table = Table(box=None, title=title, title_justify="left")
-    for heading in ("", "makespan", "relative", "in JAX", "bubble", "in flight", "saved, MiB", ""):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for name, other, _ in (OtherSchedule(plan.schedule.name, plan, ""), *others):
-        if other is None:
-            continue
+    headings = ("", "makespan", "relative", "in JAX", "bubble", "in flight", "saved, MiB", "")
+    table = new_table(title, headings, no_wrap=headings)
+    for name, other in {plan.schedule.name: plan, **others}.items():
         simulation = other.simulation
-        schedule = other.schedule
         note = "chosen" if other is plan else "one rank" if name == "none" else ""
         table.add_row(
-            f"{name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else name,
-            f"{simulation.makespan * unit.scale:{PRECISION}}",
-            f"{simulation.makespan / plan.simulation.makespan:.3f}",
-            f"{lockstep_makespan(schedule, other.costs) * unit.scale:{PRECISION}}",
-            f"{sum(simulation.bubble) / (schedule.pp_size * simulation.makespan):.1%}",
+            *time_cells(other.schedule, other.costs, simulation, plan.simulation.makespan, unit.scale),
             str(max(simulation.peak_in_flight)),
             f"{max(simulation.peak_bytes) / MIB:,.1f}",
             note,
         )
     return table
+
+
+def time_cells(
+    schedule: Schedule, costs: Costs, simulation: Simulation, makespan: float, scale: float = 1.0
+) -> tuple[str, ...]:
+    """Return the cells of a schedule in a comparison: name, makespan, relative, in JAX, and bubble.
+
+    Args:
+        schedule: the schedule.
+        costs: times of its actions and messages.
+        simulation: its simulation.
+        makespan: makespan of the schedule that it is compared with.
+        scale: factor from the simulation's times to printed times.
+    """
+    return (
+        f"{schedule.name}, v={schedule.stages_per_rank}" if schedule.stages_per_rank > 1 else schedule.name,
+        f"{simulation.makespan * scale:{PRECISION}}",
+        f"{simulation.makespan / makespan:.3f}",
+        f"{lockstep_makespan(schedule, costs) * scale:{PRECISION}}",
+        f"{sum(simulation.bubble) / (schedule.pp_size * simulation.makespan):.1%}",
+    )

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from diptych.planner.reports.console import new_table
 from diptych.planner.request import PlanRequest, parse_bytes
 from diptych.planner.search import Found, search
 
@@ -66,10 +67,8 @@ def print_search(console: Console, command: PlanRequest, name_settings: Callable
 
 def _table(best: list[Found], tokens: int) -> Table:
     """Return a table with one row per configuration, given the tokens of a step."""
-    table = Table(box=None, title="fastest first, as predicted", title_justify="left")
-    for heading in ("s per step", "tokens/s", "MiB", "operations", "limited by", "configuration"):
-        justify = "left" if heading in ("limited by", "configuration") else "right"
-        table.add_column(heading, justify=justify, no_wrap=heading != "configuration")
+    headings = ("s per step", "tokens/s", "MiB", "operations", "limited by", "configuration")
+    table = new_table("fastest first, as predicted", headings, left=headings[-2:], no_wrap=headings[:-1])
     for found in best:
         table.add_row(
             f"{found.seconds:.4g}",

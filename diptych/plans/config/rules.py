@@ -110,3 +110,10 @@ def validate(config: Any, rules: tuple[Rule, ...]) -> None:
     for rule in rules:
         if not rule.holds(config):
             raise ValueError(rule.message(config))
+
+
+def check_at_least(least: int, **values: float | None) -> None:
+    """Reject values, given by name, that are below ``least``; None is accepted."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}: expected at least {least}, got {value}")

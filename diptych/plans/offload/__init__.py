@@ -12,7 +12,7 @@ Both backends follow ``next_layers``. ``plan_offload`` computes the same moves i
 """
 
 from diptych.plans.offload.activations import (
-    ActivationStep,
+    ActivationMoves,
     activation_event,
     forwards_needed_next,
     layers_that_stay,
@@ -20,7 +20,7 @@ from diptych.plans.offload.activations import (
 )
 from diptych.plans.offload.moves import (
     OffloadPlan,
-    Step,
+    UseMoves,
     check_num_prefetch_layers,
     join_plans,
     layer_storages,
@@ -44,6 +44,7 @@ from diptych.plans.offload.uses import (
 
 __all__ = [
     "Use",
+    "UseMoves",
     "next_layers",
     "pass_uses",
     "replays_layers",
@@ -53,7 +54,6 @@ __all__ = [
     "rank_layers",
     "stage_layers",
     "expected_uses",
-    "Step",
     "OffloadPlan",
     "plan_offload",
     "plan_actions",
@@ -63,7 +63,7 @@ __all__ = [
     "layer_storages",
     "describe_statistics",
     "total_statistics",
-    "ActivationStep",
+    "ActivationMoves",
     "activation_event",
     "forwards_needed_next",
     "layers_that_stay",

@@ -9,19 +9,19 @@ from diptych.plans.offload.uses import Use
 from diptych.plans.recompute import RecomputeBlock
 
 
-class ActivationStep(NamedTuple):
+class ActivationMoves(NamedTuple):
     """A use of a layer, with the activations that move at its start and end."""
 
     use: Use
     """The use."""
     fetches: tuple[Use, ...]
     """Forwards whose activations are fetched from the host when the use begins, in this order."""
-    leaves: bool
+    evicts: bool
     """True if the forward's own activations move to the host when the use ends."""
 
     def __str__(self) -> str:
         fetched = [activation_event("+", forward) for forward in self.fetches]
-        return " ".join([*fetched, str(self.use), *([activation_event("-", self.use)] if self.leaves else [])])
+        return " ".join([*fetched, str(self.use), *([activation_event("-", self.use)] if self.evicts else [])])
 
 
 def activation_event(sign: str, forward: Use) -> str:
@@ -49,7 +49,7 @@ def plan_activations(
     num_prefetch_layers: int = 1,
     then: Sequence[Use] | None = None,
     stay: Collection[int] = (),
-) -> tuple[ActivationStep, ...]:
+) -> tuple[ActivationMoves, ...]:
     """Plan the moves of activations between device and host.
 
     A forward's activations move to the host unless its backward is among the next backwards. They are fetched when
@@ -67,12 +67,12 @@ def plan_activations(
     steps = []
     for number, use in enumerate(uses):
         fetches = ()
-        leaves = False
+        evicts = False
         after = (u.kind for u in ahead[number + 1 :] if u[1:] == use[1:] and u.kind in ("F", "B"))
         if use.kind == "F" and use.layer not in stay and next(after, None) == "B":
-            leaves = use not in forwards_needed_next(ahead[number + 1 :], num_prefetch_layers + 1)
+            evicts = use not in forwards_needed_next(ahead[number + 1 :], num_prefetch_layers + 1)
             saved.add(use)
-            if not leaves:
+            if not evicts:
                 on_device.add(use)
         elif use.kind in ("B", "R"):
             forward = use._replace(kind="F")
@@ -82,5 +82,5 @@ def plan_activations(
             if use.kind == "B":
                 saved.discard(forward)
                 on_device.discard(forward)
-        steps.append(ActivationStep(use, fetches, leaves))
+        steps.append(ActivationMoves(use, fetches, evicts))
     return tuple(steps)

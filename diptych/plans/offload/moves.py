@@ -15,7 +15,7 @@ from diptych.plans.schedule.named import schedule_for
 from diptych.plans.tensor_parallel import rank_config
 
 
-class Step(NamedTuple):
+class UseMoves(NamedTuple):
     """A use of a layer, with the layers that move at its start and end."""
 
     use: Use
@@ -33,7 +33,7 @@ class Step(NamedTuple):
 class OffloadPlan:
     """The moves of a sequence of uses, and their costs."""
 
-    steps: tuple[Step, ...]
+    moves: tuple[UseMoves, ...]
     """Uses with their moves, in order."""
     peak_bytes: int
     """Peak number of bytes of offloaded layers on the device."""
@@ -41,8 +41,8 @@ class OffloadPlan:
     """Bytes copied from host to device."""
     bytes_out: int
     """Bytes copied from device to host, only for layers that the optimizer changed."""
-    late: tuple[int, ...]
-    """Indices in ``steps`` of uses that wait for their full copy, because it is issued when they begin."""
+    misses: tuple[int, ...]
+    """Indices in ``moves`` of uses that wait for their full copy, because it is issued when they begin."""
 
 
 def plan_offload(
@@ -69,12 +69,12 @@ def plan_offload(
     if unknown:
         raise ValueError(f"uses: expected layers of {sorted(storages)}, got {sorted(unknown)}")
     device = _DeviceLayers(storages, resident)
-    steps: list[Step] = []
-    late = []
+    moves: list[UseMoves] = []
+    misses = []
     ahead = [*uses, *(uses if then is None else then)]
     for number, use in enumerate(uses):
         if use.layer not in device.layers:
-            late.append(number)
+            misses.append(number)
         window = next_layers(ahead[number:], num_prefetch_layers + 1)
         fetches = tuple(layer for layer in window if layer not in device.layers)
         for layer in fetches:
@@ -85,24 +85,24 @@ def plan_offload(
         evictions = tuple(layer for layer in device.layers if layer not in keep)
         for layer in evictions:
             device.evict(layer)
-        steps.append(Step(use, fetches, evictions))
-    return OffloadPlan(tuple(steps), device.peak_bytes, device.bytes_in, device.bytes_out, tuple(late))
+        moves.append(UseMoves(use, fetches, evictions))
+    return OffloadPlan(tuple(moves), device.peak_bytes, device.bytes_in, device.bytes_out, tuple(misses))
 
 
-def unmoved(uses: Iterable[Use]) -> tuple[Step, ...]:
-    """Return the steps of layers that stay on the device."""
-    return tuple(Step(use, (), ()) for use in uses)
+def unmoved(uses: Iterable[Use]) -> tuple[UseMoves, ...]:
+    """Return uses of layers that stay on the device."""
+    return tuple(UseMoves(use, (), ()) for use in uses)
 
 
 def join_plans(plans: Sequence[OffloadPlan]) -> OffloadPlan:
     """Concatenate plans that each end with no layer on the device."""
-    begins = accumulate((len(plan.steps) for plan in plans), initial=0)
+    begins = accumulate((len(plan.moves) for plan in plans), initial=0)
     return OffloadPlan(
-        tuple(step for plan in plans for step in plan.steps),
+        tuple(each for plan in plans for each in plan.moves),
         max((plan.peak_bytes for plan in plans), default=0),
         sum(plan.bytes_in for plan in plans),
         sum(plan.bytes_out for plan in plans),
-        tuple(begin + place for begin, plan in zip(begins, plans, strict=False) for place in plan.late),
+        tuple(begin + place for begin, plan in zip(begins, plans, strict=False) for place in plan.misses),
     )
 
 
@@ -112,7 +112,7 @@ def plan_actions(
     """Plan the moves on a rank whose copies do not overlap from one action of the schedule to the next.
 
     This is the case if an action is a branch of a compiled program, which must finish all its copies. The first layer
-    of every action is then late, and the others are prefetched. See rank_uses for the arguments.
+    of every action is then a miss, and the others are prefetched. See rank_uses for the arguments.
     """
     storages = layer_storages(config)
     ahead = config.tensor_offload_num_prefetch_layers

@@ -60,7 +60,7 @@ class Rows(NamedTuple):
     """Buffer entry of the gradient of the stage's output."""
     backward_residuals: np.ndarray
     """Buffer entry of the values that F saved for backward."""
-    backward_weights: np.ndarray
+    backward_weight_operands: np.ndarray
     """Buffer entry for the values that I saves for W."""
     weights_stage: np.ndarray
     """Stage of W."""
@@ -76,7 +76,7 @@ class BufferSizes(NamedTuple):
     inputs: int
     gradients: int
     residuals: int
-    weights: int
+    weight_operands: int
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _lifetimes(schedule: Schedule, times: dict[Action, int], saves: Saves) -> li
         if action == backward and stage + 1 < schedule.num_stages:
             on_rank["gradients"].append((times[schedule.backward_of(stage + 1, microbatch)] + 1, slot, value))
         if action == backward and schedule.splits_backward:
-            on_rank["weights"].append((slot, times.get(Action("W", stage, microbatch), slot), value))
+            on_rank["weight_operands"].append((slot, times.get(Action("W", stage, microbatch), slot), value))
     return lifetimes
 
 
@@ -280,8 +280,8 @@ def _fill(schedule: Schedule, times: dict[Action, int], entries: list[dict[str, 
         backward_gradient=sizes.gradients,
         forward_residuals=sizes.residuals,
         backward_residuals=sizes.residuals,
-        backward_weights=sizes.weights,
-        weights_operands=sizes.weights,
+        backward_weight_operands=sizes.weight_operands,
+        weights_operands=sizes.weight_operands,
     )
     rows = Rows(
         *(
@@ -310,8 +310,13 @@ def _fill(schedule: Schedule, times: dict[Action, int], entries: list[dict[str, 
 
 _READS: dict[str, dict[str, str]] = {
     "forward": {"inputs": "input", "residuals": "residuals"},
-    "backward": {"inputs": "input", "gradients": "gradient", "residuals": "residuals", "weights": "weights"},
-    "weights": {"weights": "operands"},
+    "backward": {
+        "inputs": "input",
+        "gradients": "gradient",
+        "residuals": "residuals",
+        "weight_operands": "weight_operands",
+    },
+    "weights": {"weight_operands": "operands"},
 }
 """By role: the buffers that an action reads or writes, and the column of the buffer entry."""
 

@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 from diptych.plans.config import TransformerConfig
+from diptych.plans.config.rules import check_at_least
 from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.placement import INTERLEAVED_SCHEDULES, SCHEDULES, V_SCHEDULES
@@ -265,9 +266,7 @@ def check_sizes(name: str, p: int, m: int, v: int, g: int | None = None) -> None
     """Reject sizes that a schedule does not support; see build_schedule for arguments and errors."""
     if name not in NAMES:
         raise ValueError(f"schedule: expected one of {NAMES}, got {name!r}")
-    for field, value in (("pp_size", p), ("num_microbatches", m), ("stages_per_rank", v)):
-        if value < 1:
-            raise ValueError(f"{field}: expected at least 1, got {value}")
+    check_at_least(1, pp_size=p, num_microbatches=m, stages_per_rank=v)
     if name == "none" and p != 1:
         raise ValueError(f"pp_size: expected 1 without a pipeline, got {p}; choose one of {NAMES[1:]}")
     if p == 1 and name in (*INTERLEAVED_SCHEDULES, *V_SCHEDULES):

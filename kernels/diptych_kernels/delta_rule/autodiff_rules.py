@@ -266,14 +266,14 @@ def _forward(backend: Backend, static: DeltaRule, *arrays: Array):
     """
     inputs = Inputs(*arrays[:NUM_INPUTS])
     exchange = static.exchange
-    boundary = arrays[NUM_INPUTS:]
+    boundary: Any = () if exchange is None else BoundarySequences(*arrays[NUM_INPUTS:])
     maps = ()
     terms = chunk_terms(backend, static, inputs)
     if exchange is not None:
-        boundary = BoundarySequences(*boundary)
         last = inputs._replace(initial=boundary.initial, sequences=boundary.sequences[1:])
-        maps = _scan_forward(backend, static, last, terms, maps=True)[3:]
-        received = exchange.exchange_forward(*maps, boundary.roles)
+        *_, last_map = _scan_forward(backend, static, last, terms, maps=True)
+        maps = (last_map,)
+        received = exchange.exchange_forward(last_map, boundary.roles)
         inputs = inputs._replace(initial=exchange.with_first(inputs.initial, received, boundary.roles))
     scanned = inputs
     if static.parts > 1:
@@ -282,7 +282,7 @@ def _forward(backend: Backend, static: DeltaRule, *arrays: Array):
     o, chunk_states, errors, final = _scan_forward(backend, static, scanned, terms, **flags)
     final = final[static.parts - 1 :: static.parts]
     if exchange is not None:
-        final = exchange.with_last(final, None, BoundarySequences(*boundary).roles)
+        final = exchange.with_last(final, None, boundary.roles)
     *decayed, matrices = terms
     more = () if static.recompute else (*decayed, chunk_states, errors)
     return (o, final), (*inputs, *boundary, *maps, *matrices, *more)
@@ -296,7 +296,7 @@ def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfin
     """
     inputs = Inputs(*saved[:NUM_INPUTS])
     exchange = static.exchange
-    boundary = None
+    boundary: Any = None
     last_map = None
     of_chunks = saved[NUM_INPUTS:]
     if exchange is not None:
@@ -311,7 +311,7 @@ def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfin
     else:
         q_from_start, k_from_start, k_to_end, chunk_states, errors = of_chunks[NUM_MATRICES:]
         terms = Terms(q_from_start, k_from_start, k_to_end, matrices)
-    if exchange is not None and boundary is not None:
+    if exchange is not None:
         dfinal = exchange.with_last(dfinal, None, boundary.roles)
         first = inputs._replace(sequences=boundary.sequences[:1])
         *_, d_received = _scan_backward(backend, static, first, terms, do, dfinal[:1])
@@ -327,7 +327,7 @@ def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfin
         _, chunk_states, errors, _ = _scan_forward(backend, static, scanned, terms, save=True)
     dx, dends, dinitial = _scan_backward(backend, static, scanned, terms, do, dfinal, save=True)
     dinitial = dinitial[:: static.parts]
-    if exchange is not None and boundary is not None:
+    if exchange is not None:
         dinitial = exchange.with_first(dinitial, None, boundary.roles)
     gradients = _token_gradients(backend, static, inputs, terms, do, dx, chunk_states, errors, dends)
     return *gradients, dinitial, *([None] * (3 if exchange is None else 6))

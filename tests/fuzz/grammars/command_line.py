@@ -20,7 +20,8 @@ import torch
 
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.training import check_trainable
-from parity.cli.flags import COMMANDS, OTHER_NAMES, flag, flags_of
+from parity.cli.commands import COMMANDS
+from parity.cli.flags import OTHER_NAMES, flag, flags_of
 from parity.cli.main import main
 from tests.fuzz.harness import EQUAL, REFUSED, Outcome, Wrong
 

@@ -13,7 +13,7 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 
 from jax_impl.pipeline import PipelineExecutor, split_batch
-from jax_impl.pipeline.module_stages import Microbatches, ModuleStages, stage_of_function
+from jax_impl.pipeline.module_stages import Microbatches, ModuleStages, StageLayouts, stage_of_function
 from jax_impl.pipeline.packed_layout import PackedLayout
 from jax_impl.pipeline.programs import StagedParameters, Task
 from jax_impl.pipeline.saved import StageAutodiff
@@ -390,7 +390,7 @@ def test_a_variable_of_two_modules_is_one_parameter():
     last.layers[0].kernel = first.layers[0].kernel
     pipeline = PipelineExecutor([first, last], "1f1b", M, square)
     staged = pipeline.stage_parameters()
-    assert len(staged.ends) == 1
+    assert len(staged.replicated) == 1
     x, y = RANDOM.normal(size=(2, M, 2, 4)).astype(np.float32)
     gradients = pipeline.join_parameters(pipeline.step(staged, x, y)[1])
     graph, params, rest = nnx.split([first, last], nnx.Param, ...)
@@ -442,10 +442,10 @@ def stages_of(function, params, x):
     """The stages of a pipeline of three equal functions, the task of the middle one, and its message."""
     users = [stage_of_function(function, params)] * 3
     likes = [[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in user.params] for user in users]
-    layouts = PackedLayout(likes, [0, 1, 2]), PackedLayout([[]] * 3, [0, 1, 2])
+    layouts = StageLayouts(PackedLayout(likes, [0, 1, 2]), PackedLayout([[]] * 3, [0, 1, 2]), [{}] * 3)
     data = Microbatches(x, None)
-    stages = ModuleStages(users, [0, 1, 2], *layouts, [{}] * 3, data, None, None, False)
-    packed = {dtype: jnp.zeros(length, dtype) for dtype, length in layouts[0].lengths.items()}
+    stages = ModuleStages(users, layouts, data, None, None, False)
+    packed = {dtype: jnp.zeros(length, dtype) for dtype, length in layouts.params.lengths.items()}
     task = Task(StagedParameters(packed, []), data.microbatch(0), jnp.int32(0), jnp.int32(0), jnp.int32(1), {})
     return stages.programs[1], task, stages.message(data)
 

@@ -127,7 +127,7 @@ def stage_of(config: TransformerConfig):
     stages = divide_model(GPTModel, config, schedule_for(config, 2), training=True)
     params = nnx.split(model_of(config), nnx.Param)[1]
     staged = stages.stack(dict(zip(names_of(params), jax.tree.leaves(params), strict=True)))
-    rank = StagedParameters(jax.tree.map(lambda x: jnp.asarray(x[0]), staged.layers), staged.ends)
+    rank = StagedParameters(jax.tree.map(lambda x: jnp.asarray(x[0]), staged.layers), staged.replicated)
     tokens = jnp.zeros((2, config.seq_length), jnp.int32)
     task = Task(rank, Batch(tokens, tokens, jnp.zeros(2, jnp.int32), jnp.uint32(0)), jnp.int32(0), jnp.int32(0))
     return stages.programs, task, jnp.zeros((2, config.seq_length, config.hidden_size), config.compute_dtype)

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from reference_torch.offload.gradients import OffloadedGradients
 from reference_torch.offload.link import Link
-from reference_torch.offload.memory import OffloadedMemory
 from reference_torch.offload.statistics import OffloadStatistics
+from reference_torch.offload.storage import OffloadedStorage
 
 
-class OffloadedMoments:
+class OffloadedOptimizerState:
     """The optimizer state of layers, found after each update, since optimizers create it in their first step.
 
     A read or write between steps fetches a tensor, as with parameters; it stays until the next update of its layer.
@@ -24,46 +24,46 @@ class OffloadedMoments:
     def __init__(self, link: Link, statistics: OffloadStatistics) -> None:
         self._link = link
         self._statistics = statistics
-        self._layers: dict[int, list[OffloadedMemory]] = {}
+        self._layers: dict[int, list[OffloadedStorage]] = {}
 
     def fetch(self, layer: int | None) -> None:
         """Start to copy the state of a layer to the device; None: no layer."""
-        memories = self._layers.get(layer, []) if layer is not None else []
-        self._statistics.note_copies("in", [memory.fetch() for memory in memories])
+        storages = self._layers.get(layer, []) if layer is not None else []
+        self._statistics.note_copies("in", [storage.fetch() for storage in storages])
 
     def begin(self, layer: int) -> None:
         """Wait for the state of a layer before its update."""
         self.fetch(layer)
-        for memory in self._layers.get(layer, []):
-            memory.wait_for_fetch()
-            memory.unguard()
+        for storage in self._layers.get(layer, []):
+            storage.wait_for_fetch()
+            storage.unguard()
 
     def end(self, layer: int, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         """Find the state of a layer after its update, and start to copy it to the host."""
-        known = {id(memory.tensors[0]): memory for memory in self._layers.get(layer, [])}
-        memories = []
+        known = {id(storage.tensors[0]): storage for storage in self._layers.get(layer, [])}
+        storages = []
         for number, parameter in enumerate(parameters):
             for name, tensor in optimizer.state.get(parameter, {}).items():
                 if id(tensor) in known:
-                    memories.append(known[id(tensor)])
+                    storages.append(known[id(tensor)])
                 elif self._may_move(tensor):
                     name = f"{name} of parameter {number} of layer {layer}"
-                    memories.append(OffloadedMemory(name, [tensor], self._link))
-        self._layers[layer] = memories
-        for memory in memories:
-            memory.note_change()
-        self._statistics.note_copies("out", [memory.evict() for memory in memories])
+                    storages.append(OffloadedStorage(name, [tensor], self._link))
+        self._layers[layer] = storages
+        for storage in storages:
+            storage.note_change()
+        self._statistics.note_copies("out", [storage.evict() for storage in storages])
 
     def finish(self, layer: int | None) -> None:
         """Wait for the copies of a layer to the host and release its device memory; None: no layer."""
-        for memory in self._layers.get(layer, []) if layer is not None else []:
-            memory.finish_eviction()
+        for storage in self._layers.get(layer, []) if layer is not None else []:
+            storage.finish_eviction()
 
     def close(self) -> None:
         """Move everything to the device."""
-        for memories in self._layers.values():
-            for memory in memories:
-                memory.release()
+        for storages in self._layers.values():
+            for storage in storages:
+                storage.release()
         self._layers.clear()
 
     def _may_move(self, tensor: object) -> bool:
@@ -75,7 +75,7 @@ class OffloadedMoments:
 
 def step_by_layer(
     order: Sequence[int],
-    moved: Sequence[OffloadedMoments | OffloadedGradients],
+    moved: Sequence[OffloadedOptimizerState | OffloadedGradients],
     update: Callable[[int], Sequence[nn.Parameter]],
     optimizer: torch.optim.Optimizer,
 ) -> None:

@@ -1,8 +1,8 @@
-"""A memory that moves between host and device, used by one or several parameters and buffers.
+"""A storage that moves between host and device, used by one or several parameters and buffers.
 
 The Parameter stays the same object with the same storage. While it is on the host, the storage is empty and the bytes
 are in a host copy, which is allocated once. While its layer is not in use, the class of the tensor is replaced: a read
-or write from Python then fetches the memory first, and changes are copied back to the host.
+or write from Python then fetches the storage first, and changes are copied back to the host.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ def _is_saved_elsewhere(tensor: Tensor, saved: Iterable[Tensor], holders: int) -
 
     Args:
         tensor: the tensor.
-        saved: tensors in the same memory that were saved under offload's hooks.
-        holders: see OffloadedMemory.
+        saved: tensors in the same storage that were saved under offload's hooks.
+        holders: see OffloadedStorage.
     """
     views = sum(view._base is tensor for view in saved)
     if internals.tensor_holders(tensor) <= holders + views:
@@ -65,17 +65,17 @@ class _Offloaded:
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in tree_leaves((args, kwargs)) if name not in _READS_NOTHING else ():
                 if isinstance(leaf, _Offloaded):
-                    memory: OffloadedMemory = vars(leaf)["_memory"]
-                    if name != "detach" or not memory.may_be_detached:
-                        memory.fetch_now()
+                    storage: OffloadedStorage = vars(leaf)["_storage"]
+                    if name != "detach" or not storage.may_be_detached:
+                        storage.fetch_now()
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict) -> Any:
-        vars(self)["_memory"].fetch_now()
+        vars(self)["_storage"].fetch_now()
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        vars(self)["_memory"].fetch_now()
+        vars(self)["_storage"].fetch_now()
         return self.__reduce_ex__(protocol)
 
 
@@ -93,35 +93,35 @@ class OffloadedTensor(_Offloaded, Tensor):
         return f"OffloadedTensor(shape={tuple(self.shape)})"
 
 
-def memory_of(tensor: Tensor) -> "OffloadedMemory | None":
-    """Return the memory of a tensor whose layer is not in use, or None for an ordinary tensor."""
-    return vars(tensor)["_memory"] if isinstance(tensor, _Offloaded) else None
+def storage_of(tensor: Tensor) -> "OffloadedStorage | None":
+    """Return the storage of a tensor whose layer is not in use, or None for an ordinary tensor."""
+    return vars(tensor)["_storage"] if isinstance(tensor, _Offloaded) else None
 
 
 def host_value(tensor: Tensor) -> Tensor:
     """Return a tensor with the current bytes of ``tensor`` that can be read or written without a fetch.
 
-    It is the host copy if the memory is on the host, else the tensor itself. A copy that is on its way ends first; it
+    It is the host copy if the storage is on the host, else the tensor itself. A copy that is on its way ends first; it
     would otherwise bring the bytes from before a write.
     """
-    memory = memory_of(tensor)
-    if memory is None:
+    storage = storage_of(tensor)
+    if storage is None:
         return tensor
-    memory.wait_for_copies()
-    if not memory.is_on_device:
-        return memory.host_view(tensor)
+    storage.wait_for_copies()
+    if not storage.is_on_device:
+        return storage.host_view(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
 
 
 def fetch_now(tensor: Tensor) -> None:
-    """Fetch the memory of a tensor if it is on the host."""
-    memory = memory_of(tensor)
-    if memory is not None and not memory.is_on_device:
-        memory.fetch_now()
+    """Fetch the storage of a tensor if it is on the host."""
+    storage = storage_of(tensor)
+    if storage is not None and not storage.is_on_device:
+        storage.fetch_now()
 
 
-class OffloadedMemory:
+class OffloadedStorage:
     """A storage with a copy on the host.
 
     Args:
@@ -129,8 +129,8 @@ class OffloadedMemory:
         tensors: all tensors in the storage; each covers it completely.
         link: link to the host.
         fetch_layer: called if a tensor is used while its layer is not; calls ``fetch``, ``wait_for_fetch`` and
-            ``unguard``. None: the memory does so itself.
-        host: memory on the host for the copy, written by the first eviction; None: new memory, written at once.
+            ``unguard``. None: the storage does so itself.
+        host: storage on the host for the copy, written by the first eviction; None: new memory, written at once.
         holders: references to each tensor besides those of graphs: 1, its Python object.
 
     Raises:
@@ -178,7 +178,7 @@ class OffloadedMemory:
 
     @property
     def is_held(self) -> bool:
-        """True if another holder uses the memory without fetching it: an alias, or a graph without offload's hooks."""
+        """True if another holder uses the storage without fetching it: an alias, or a graph without offload's hooks."""
         if self._is_replayed:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -189,7 +189,7 @@ class OffloadedMemory:
 
     @property
     def is_dropped(self) -> bool:
-        """True if no other code holds the only tensor in this memory."""
+        """True if no other code holds the only tensor in this storage."""
         references = sys.getrefcount(self.tensors[0]) - 1  # without the argument's
         return references <= 1 and internals.tensor_holders(self.tensors[0]) <= 1
 
@@ -217,19 +217,23 @@ class OffloadedMemory:
         self._copied_at = () if changed else self._version
 
     def forget_tensors(self) -> None:
-        """Release the tensors, which refer to this memory while they are guarded, without waiting for a collection."""
+        """Release the tensors, which refer to this storage while they are guarded, without waiting for a collection."""
         self.unguard()
         self.tensors.clear()
 
     def note_alias(self, alias: Tensor) -> None:
-        """Record a tensor in this memory that a graph saved under offload's hooks."""
+        """Record a tensor in this storage that a graph saved under offload's hooks."""
         if any(alias is tensor for tensor in self.tensors):
             return
         key = id(alias)
         self._aliases[key] = weakref.ref(alias, lambda _, aliases=self._aliases: aliases.pop(key, None))
 
     def begin_replay(self) -> None:
-        """Prepare for a replay, whose saved values are in this memory and are read in the layer's backward."""
+        """Prepare for a replay, whose saved values are in this storage and are read in the layer's backward.
+
+        Until it ends, the aliases that the replay saves do not count as holders, because backward reads them before the
+        storage is evicted.
+        """
         self._is_replayed = self._is_replayed or not self.is_held
 
     def end_replay(self) -> None:
@@ -254,7 +258,7 @@ class OffloadedMemory:
         """Return the current host copy with the shape of a tensor.
 
         Args:
-            tensor: a tensor in this memory.
+            tensor: a tensor in this storage.
 
         Raises:
             OffloadError: the tensor now has another storage.
@@ -271,7 +275,7 @@ class OffloadedMemory:
             return like.set_(self.host, tensor.storage_offset(), tensor.shape, tensor.stride())  # pyright: ignore
 
     def fetch_now(self) -> None:
-        """Fetch the memory for a read or write outside the layer's uses."""
+        """Fetch the storage for a read or write outside the layer's uses."""
         if self._fetch_layer is None:
             self.fetch()
             self.wait_for_fetch()
@@ -321,7 +325,7 @@ class OffloadedMemory:
         self._is_on_device = True
 
     def evict(self) -> int:
-        """Evict the memory, unless it has other holders, and return the number of bytes copied.
+        """Evict the storage, unless it has other holders, and return the number of bytes copied.
 
         If the host copy is current, the device memory is released at once, else after a copy to the host.
         """
@@ -356,12 +360,12 @@ class OffloadedMemory:
         self._empty()
 
     def write_back(self) -> Copy:
-        """Start to update the host copy; the caller waits for it before it uses either memory."""
+        """Start to update the host copy; the caller waits for it before it uses either storage."""
         self._copied_at = self._version
         return self._link.copy(self.host, self.device_storage)
 
     def release(self) -> None:
-        """Move the memory to the device permanently, even after a failed copy."""
+        """Move the storage to the device permanently, even after a failed copy."""
         with contextlib.suppress(OffloadError):
             self.finish_eviction()
         with contextlib.suppress(OffloadError):
@@ -374,14 +378,14 @@ class OffloadedMemory:
         """Make the tensors ordinary tensors, because their layer is in use."""
         for tensor in self.tensors:
             if isinstance(tensor, _Offloaded):
-                vars(tensor).pop("_memory")
+                vars(tensor).pop("_storage")
                 object.__setattr__(tensor, "__class__", nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor)
 
     def guard(self) -> None:
-        """Guard the tensors, because their layer is not in use: other reads and writes fetch the memory first."""
+        """Guard the tensors, because their layer is not in use: other reads and writes fetch the storage first."""
         for tensor in self.tensors:
             if not isinstance(tensor, _Offloaded):
-                vars(tensor)["_memory"] = self
+                vars(tensor)["_storage"] = self
                 guarded = OffloadedParameter if isinstance(tensor, nn.Parameter) else OffloadedTensor
                 object.__setattr__(tensor, "__class__", guarded)
 
@@ -389,10 +393,10 @@ class OffloadedMemory:
         """Raise an OffloadError if a tensor has been given another storage."""
         if not self.has_own_storage:
             raise OffloadError(
-                f"{self.name}: expected to stay in its memory, got another (by .data = or Module.to); close() the "
+                f"{self.name}: expected to stay in its storage, got another (by .data = or Module.to); close() the "
                 "manager before, and register the layer with a new manager afterwards"
             )
 
     def _empty(self) -> None:
         """Release the device memory; later reads in C++ raise an error."""
-        empty_storage(self.device_storage, f"OffloadError: {self.name} was read while its memory was on the host")
+        empty_storage(self.device_storage, f"OffloadError: {self.name} was read while its storage was on the host")

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 
 from diptych.plans.config import TransformerConfig
-from diptych.plans.offload import ActivationStep, Step, Use
+from diptych.plans.offload import ActivationMoves, Use, UseMoves
 
 Layers = dict[int, list[Array]]
 """Arrays of each layer by its number, in the order of its tree."""
@@ -20,8 +20,8 @@ State = TypeVar("State")
 M = TypeVar("M", bound=nnx.Module)
 
 
-class Device:
-    """The layers on the device, while the steps of a plan are traced.
+class Residency:
+    """The layers on the device, while the moves of a plan are traced.
 
     Args:
         host_layers: parameters of every layer as they are placed between steps.
@@ -36,40 +36,40 @@ class Device:
         self.on_device = dict(on_device)
         self._trace = [] if trace is None else trace
 
-    def begin(self, step: Step, state: State) -> State:
+    def begin(self, moves: UseMoves, state: State) -> State:
         """Start the copies to the device of a use.
 
         Args:
-            step: the use and its moves.
+            moves: the use and its moves.
             state: inputs of the use. The copies start as soon as these exist, because then the memory of the evicted
                 layer is free.
 
         Returns:
             The state, which replaces the argument.
         """
-        host_arrays = [self.host_layers[layer] for layer in step.fetches]  # a dictionary would be sorted
+        host_arrays = [self.host_layers[layer] for layer in moves.fetches]  # a dictionary would be sorted
         if host_arrays:
             host_arrays, state = jax.lax.optimization_barrier((host_arrays, state))
-        for layer, arrays in zip(step.fetches, host_arrays, strict=True):
+        for layer, arrays in zip(moves.fetches, host_arrays, strict=True):
             assert layer not in self.on_device, (
-                f"the plan fetches layer {layer} at {step.use}, where it is on the device"
+                f"the plan fetches layer {layer} at {moves.use}, where it is on the device"
             )
             self.on_device[layer] = jax.device_put(arrays, jax.memory.Space.Device)
             self._trace.append(f"+{layer}")
-        assert step.use.layer in self.on_device, (
-            f"the plan uses layer {step.use.layer} at {step.use} before it fetches it"
+        assert moves.use.layer in self.on_device, (
+            f"the plan uses layer {moves.use.layer} at {moves.use} before it fetches it"
         )
-        self._trace.append(str(step.use))
+        self._trace.append(str(moves.use))
         return state
 
-    def end(self, step: Step, changed: bool = False) -> None:
+    def end(self, moves: UseMoves, changed: bool = False) -> None:
         """Evict layers after a use.
 
         Args:
-            step: the use and its moves.
+            moves: the use and its moves.
             changed: True if the evicted layers have new values, which are copied to the host.
         """
-        for layer in step.evictions:
+        for layer in moves.evictions:
             arrays = self.on_device.pop(layer)
             if changed:
                 self.host_layers[layer] = jax.device_put(arrays, jax.memory.Space.Host)
@@ -96,19 +96,19 @@ class MoveCounter:
 class Pass(NamedTuple):
     """The pass of one microbatch through the layers, as part of a training step."""
 
-    forward: Sequence[Step]
-    backward: Sequence[Step]
+    forward: Sequence[UseMoves]
+    backward: Sequence[UseMoves]
     on_device: Layers = {}  # noqa: RUF012
     """Layers that are on the device when forward begins."""
-    gradients: dict[int, list[Any]] | None = None
+    gradient_taps: dict[int, list[Any]] | None = None
     """Arrays on the device that receive gradients, by layer: for each parameter, zeros of its shape or a
     linear_products.LinearTap. JAX would place the gradient of a parameter on the host beside the parameter. None:
     gradients are placed with the parameters."""
-    resident: Layers = {}  # noqa: RUF012
+    resident_taps: Layers = {}  # noqa: RUF012
     """Zeros with the shapes of the layers that stay on the device after backward. Backward returns these layers as the
     "gradients" of the zeros, because it has no other outputs."""
-    activations: Mapping[Use, ActivationStep] = {}
-    """Moves of the values saved for backward; a use without a step moves none."""
+    activations: Mapping[Use, ActivationMoves] = {}
+    """Moves of the values saved for backward; a use that is missing moves none."""
     moved: MoveCounter | None = None
     """Counter of the activations that move."""
     named: bool = False
@@ -154,8 +154,12 @@ _SUSPENDED: ContextVar[bool] = ContextVar("layers run without offload", default=
 def copy_to_device(module: M) -> M:
     """Return a module with copies of its arrays on the device."""
     graph, state = nnx.split(module)
-    on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, state)
-    return nnx.merge(graph, on_device)
+    return nnx.merge(graph, jax.tree.map(array_to_device, state))
+
+
+def array_to_device(array: Array) -> Array:
+    """Copy an array to the device if it is on the host."""
+    return jax.device_put(array, jax.memory.Space.Device) if is_on_host(array) else array
 
 
 def is_on_host(array: Array) -> bool:
