@@ -11,7 +11,7 @@ from rich.progress import track
 
 from diptych_kernels import aot as ahead
 from diptych_kernels import autodiff_rules
-from diptych_kernels.launch_configs import Block, Sinkhorn, Write
+from diptych_kernels.launch_configs import Block, MappingOptions, Write
 from diptych_kernels.launch_times import GPUS, Counted, count
 from diptych_kernels.machine_code import MachineCode, machine_code
 
@@ -156,7 +156,8 @@ def _operations() -> dict[str, tuple[list[ahead.Recorded], list[ahead.Recorded]]
     x = ahead.Shape((TOKENS, STREAMS, WIDTH), DTYPE)
     columns = STREAMS * (STREAMS + 2)
     parameters = [ahead.Shape(shape, "float32") for shape in ((STREAMS * WIDTH, columns), (3,), (columns,))]
-    read = ahead.launches_by_pass(autodiff_rules.READ_THROUGH, Sinkhorn(20, "row", epsilon=1e-5), [x, *parameters])
+    options = MappingOptions(20, "row", rms_epsilon=1e-5)
+    read = ahead.launches_by_pass(autodiff_rules.READ_WITH_RESIDUAL, options, [x, *parameters])
     write_inputs = [x, coefficients[0], ahead.Shape((TOKENS, WIDTH), DTYPE), None, coefficients[1], None, None, None]
     write = ahead.launches_by_pass(autodiff_rules.WRITE, Write("mix", post=True, bias=False), write_inputs)
     found[f"hyper-connection, {STREAMS} streams of {WIDTH}"] = ([*read[0], *write[0]], [*write[1], *read[1]])

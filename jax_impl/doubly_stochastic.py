@@ -17,7 +17,11 @@ from jax_impl.ops import kernel_backend
 
 
 def sinkhorn(
-    logits: Float[Array, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto", epsilon: float = 0.0
+    logits: Float[Array, "*b s s"],
+    iterations: int = 20,
+    last: str = "row",
+    impl: str = "auto",
+    mhc_epsilon: float = 0.0,
 ) -> Float[Array, "*b s s"]:
     """Return doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
 
@@ -28,7 +32,7 @@ def sinkhorn(
         iterations: pairs of normalisations, >= 1.
         last: ``"row"`` (as in the paper: columns first, row sums are exact) or ``"column"``.
         impl: see diptych.plans.model.implementation.
-        epsilon: added to the first normalisation, and to the sums of the others.
+        mhc_epsilon: added to the first normalisation, and to the sums of the others.
 
     Returns:
         Matrices in the type of logits. [..., S, S]
@@ -41,13 +45,13 @@ def sinkhorn(
     epsilon there is no floor, and the sums are only nearly 1 (DeepSeek-V4: 1e-6).
     """
     operations.check_iterations(iterations, last)
-    operations.check_epsilon(epsilon)
+    operations.check_epsilon(mhc_epsilon, "mhc_epsilon")
     operations.check_matrices(operand("logits", logits))
     if kernels := kernel_backend(impl, logits):
-        return kernels.sinkhorn(logits, iterations, last, epsilon)
+        return kernels.sinkhorn(logits, iterations, last, mhc_epsilon)
     tokens_innermost = jnp.moveaxis(at_least_float32(logits), (-2, -1), (0, 1))
     first_axis = 0 if last == "row" else 1  # a sum over axis 0, the row index, normalises columns
-    matrices: Array = _sinkhorn(tokens_innermost, iterations, first_axis, epsilon)
+    matrices: Array = _sinkhorn(tokens_innermost, iterations, first_axis, mhc_epsilon)
     return jnp.moveaxis(matrices, (0, 1), (-2, -1)).astype(logits.dtype)
 
 

@@ -6,7 +6,7 @@ For residual streams x [B, T, S, D], with r = 1 / rms of the S*D elements of a t
     h_pre      = sigmoid(h[:S])                          reads the streams: aggregated = h_pre . x
     h_post     = 2 sigmoid(h[S:2S])                      writes the output of a sublayer to the streams
     h_res      = sinkhorn(h[2S:])                        mixes the streams, doubly stochastic
-    x_next     = h_res @ x + dropout(h_post * (y + b))   y, b: output and bias of the sublayer
+    x_next     = h_res @ x + dropout(h_post * (output + b))     output of the sublayer, and b its bias
 
 Mirrors ``reference_torch/hyper_connections.py``, which explains why h_res is doubly stochastic. doubly_stochastic.py
 explains why the token axis is innermost. PyTorch calls batched matrix products; JAX uses einsums. XLA's CPU backend
@@ -44,7 +44,7 @@ def compute_mappings(
     *,
     iterations: int = 20,
     last: str = "row",
-    epsilon: float = 1e-5,
+    rms_epsilon: float = 1e-5,
     mhc_epsilon: float = 0.0,
     transposed: bool = False,
     impl: str = "auto",
@@ -58,7 +58,7 @@ def compute_mappings(
         bias: bias of the projection. [2*S + S*S]
         iterations: see sinkhorn.
         last: see sinkhorn.
-        epsilon: added to the mean square.
+        rms_epsilon: added to the mean square.
         mhc_epsilon: added to h_pre, and in sinkhorn.
         transposed: the last S*S columns of phi give the transpose of h_res.
         impl: see diptych.plans.model.implementation.
@@ -74,15 +74,15 @@ def compute_mappings(
     """
     operations.check_iterations(iterations, last)
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
-    operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon)
+    operations.check_mappings(operand("x", x), *parameters, rms_epsilon, mhc_epsilon)
     if kernels := kernel_backend(impl, x):
         options = dict(iterations=iterations, last=last, mhc_epsilon=mhc_epsilon, transposed=transposed)
-        h_pre, h_post, h_res = kernels.compute_mappings(x, phi, alpha, bias, epsilon=epsilon, **options)
+        h_pre, h_post, h_res = kernels.compute_mappings(x, phi, alpha, bias, rms_epsilon=rms_epsilon, **options)
         return name_value(h_pre, "h_pre"), name_value(h_post, "h_post"), name_value(h_res, "h_res")
     batch, length, streams, _ = x.shape
     groups = (streams, streams, streams * streams)
     gain = jnp.concatenate([jnp.full(size, alpha[i]) for i, size in enumerate(groups)])
-    h = jax.lax.optimization_barrier(_project(x, phi, epsilon) * gain + bias).T
+    h = jax.lax.optimization_barrier(_project(x, phi, rms_epsilon) * gain + bias).T
     h_pre, h_post, h_res = jnp.split(h, (streams, 2 * streams))
     h_pre = jax.nn.sigmoid(h_pre) + mhc_epsilon
     h_post = 2 * jax.nn.sigmoid(h_post)
@@ -138,7 +138,7 @@ def contract_streams(
     alpha: Float[Array, "1"],
     bias: Float[Array, " s"],
     *,
-    epsilon: float = 1e-5,
+    rms_epsilon: float = 1e-5,
     mhc_epsilon: float = 0.0,
     impl: str = "auto",
 ) -> Float[Array, "b t d"]:
@@ -151,7 +151,7 @@ def contract_streams(
         phi: projection. [S*D, S]
         alpha: gain. [1]
         bias: bias of the projection. [S]
-        epsilon: added to the mean square.
+        rms_epsilon: added to the mean square.
         mhc_epsilon: added to the weights.
         impl: see diptych.plans.model.implementation.
 
@@ -164,8 +164,8 @@ def contract_streams(
     Reference: the class DeepseekV4HyperHead of transformers 5.23.
     """
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
-    operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon, is_head=True)
-    weights = jax.nn.sigmoid(_project(x, phi, epsilon) * alpha + bias) + mhc_epsilon
+    operations.check_mappings(operand("x", x), *parameters, rms_epsilon, mhc_epsilon, is_head=True)
+    weights = jax.nn.sigmoid(_project(x, phi, rms_epsilon) * alpha + bias) + mhc_epsilon
     return aggregate(x, weights.reshape(x.shape[:3]), impl)
 
 
@@ -199,7 +199,7 @@ def read_streams(
     *,
     iterations: int = 20,
     last: str = "row",
-    epsilon: float = 1e-5,
+    rms_epsilon: float = 1e-5,
     mhc_epsilon: float = 0.0,
     transposed: bool = False,
     merge_residual_gradient: bool = True,
@@ -217,7 +217,7 @@ def read_streams(
         bias: bias of the projection. [2*S + S*S]
         iterations: see sinkhorn.
         last: see sinkhorn.
-        epsilon: added to the mean square.
+        rms_epsilon: added to the mean square.
         mhc_epsilon: added to h_pre, and in sinkhorn.
         transposed: the last S*S columns of phi give the transpose of h_res.
         merge_residual_gradient: True: write the gradient of x once, with that of the returned x; False: return x
@@ -233,7 +233,7 @@ def read_streams(
     Reference: mHC, eqs. 3-8.
     """
     options: dict[str, Any] = dict(
-        iterations=iterations, last=last, epsilon=epsilon, mhc_epsilon=mhc_epsilon, transposed=transposed
+        iterations=iterations, last=last, rms_epsilon=rms_epsilon, mhc_epsilon=mhc_epsilon, transposed=transposed
     )
     kernels = kernel_backend(impl, x)
     if kernels is None:
@@ -241,7 +241,7 @@ def read_streams(
         return aggregate(x, h_pre, impl), h_post, h_res, x
     operations.check_iterations(iterations, last)
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
-    operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon)
+    operations.check_mappings(operand("x", x), *parameters, rms_epsilon, mhc_epsilon)
     aggregated, h_post, h_res, x = kernels.read_streams(
         x, phi, alpha, bias, **options, merge_residual_gradient=merge_residual_gradient
     )
@@ -315,35 +315,35 @@ _mix_transposed.defvjp(partial(_save_operands, function=_mix_transposed), _mix_t
 
 
 def apply_h_post(
-    x: Float[Array, "b t d"], bias: Float[Array, " d"] | None, h_post: Float[Array, "b t s"], impl: str = "auto"
+    output: Float[Array, "b t d"], bias: Float[Array, " d"] | None, h_post: Float[Array, "b t s"], impl: str = "auto"
 ) -> Float[Array, "b t s d"]:
-    """Expand the output of a sublayer to the streams: expanded[s] = h_post[s] * (x + bias).
+    """Expand the output of a sublayer to the streams: expanded[s] = h_post[s] * (output + bias).
 
     Args:
-        x: output of a sublayer. [B, T, D]
+        output: output of a sublayer. [B, T, D]
         bias: bias of the sublayer, [D], or None.
         h_post: weights of the streams. [B, T, S]
         impl: see diptych.plans.model.implementation.
 
     Returns:
-        The expanded output in the type of x. [B, T, S, D]
+        The expanded output in the type of output. [B, T, S, D]
 
     Raises:
         ValueError: an argument has a wrong shape or type.
 
     Reference: mHC, eq. 3.
     """
-    operations.check_expanded(operand("x", x), given_operand("bias", bias), operand("h_post", h_post))
-    if kernels := kernel_backend(impl, x):
-        return name_value(kernels.apply_h_post(x, bias, h_post), "expanded")
-    y = add_bias(x, bias)
-    return name_value(jnp.einsum("bts,btd->btsd", h_post.astype(x.dtype), y), "expanded")
+    operations.check_expanded(operand("output", output), given_operand("bias", bias), operand("h_post", h_post))
+    if kernels := kernel_backend(impl, output):
+        return name_value(kernels.apply_h_post(output, bias, h_post), "expanded")
+    y = add_bias(output, bias)
+    return name_value(jnp.einsum("bts,btd->btsd", h_post.astype(output.dtype), y), "expanded")
 
 
 def write_streams(
     residual: Float[Array, "b t s d"],
     h_res: Float[Array, "b t s s"] | None,
-    x: Float[Array, "b t d"],
+    output: Float[Array, "b t d"],
     bias: Float[Array, " d"] | None,
     h_post: Float[Array, "b t s"],
     rate: float = 0.0,
@@ -351,14 +351,14 @@ def write_streams(
     site: int | Integer[Array, ""] = 0,
     impl: str = "auto",
 ) -> Float[Array, "b t s d"]:
-    """Return the next residual streams: ``h_res @ residual + dropout(h_post * (x + bias))``.
+    """Return the next residual streams: ``h_res @ residual + dropout(h_post * (output + bias))``.
 
     The Triton kernels compute this in one pass over the streams.
 
     Args:
         residual: residual streams. [B, T, S, D]
         h_res: mixing matrices, [B, T, S, S], or None if residual is mixed already.
-        x: output of a sublayer. [B, T, D]
+        output: output of a sublayer. [B, T, D]
         bias: bias of the sublayer, [D], or None.
         h_post: weights of the streams. [B, T, S]
         rate: probability of dropout, in [0, 1).
@@ -374,16 +374,16 @@ def write_streams(
 
     Reference: mHC, eq. 3. Dropout on the expanded output is an addition of this project.
     """
-    arrays = operand("residual", residual), given_operand("h_res", h_res), operand("x", x)
+    arrays = operand("residual", residual), given_operand("h_res", h_res), operand("output", output)
     operations.check_written(*arrays, given_operand("bias", bias), operand("h_post", h_post), rate)
     if state is not None:
-        check_state(tuple(x.shape[:2]), state, site)
-    if kernels := kernel_backend(impl, x):
-        return kernels.write_streams(residual, h_res, x, bias, h_post, rate, state, site)
+        check_state(tuple(output.shape[:2]), state, site)
+    if kernels := kernel_backend(impl, output):
+        return kernels.write_streams(residual, h_res, output, bias, h_post, rate, state, site)
     mixed = residual if h_res is None else apply_h_res(h_res, residual, impl="reference")
     if state is not None and rate > 0.0:
-        return mixed + dropout(apply_h_post(x, bias, h_post, impl="reference"), rate, state, site)
-    return mixed + apply_h_post(x, bias, h_post, impl="reference")
+        return mixed + dropout(apply_h_post(output, bias, h_post, impl="reference"), rate, state, site)
+    return mixed + apply_h_post(output, bias, h_post, impl="reference")
 
 
 class DeferredMix(NamedTuple):
@@ -465,7 +465,7 @@ class HyperConnectionModule(nnx.Module):
         return dict(
             iterations=self.config.sinkhorn_iterations,
             last=self.config.sinkhorn_last,
-            epsilon=self.config.layernorm_epsilon,
+            rms_epsilon=self.config.layernorm_epsilon,
             mhc_epsilon=self.config.mhc_epsilon,
             transposed=self.config.mhc_transpose_h_res,
             impl=self.config.impl,
@@ -548,7 +548,7 @@ class HyperConnectionHead(nnx.Module):
             self.phi[...],
             self.alpha[...],
             self.bias[...],
-            epsilon=self.config.layernorm_epsilon,
+            rms_epsilon=self.config.layernorm_epsilon,
             mhc_epsilon=self.config.mhc_epsilon,
             impl=self.config.impl,
         )

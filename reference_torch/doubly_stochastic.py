@@ -18,7 +18,11 @@ from reference_torch.ops import kernel_backend
 
 @as_one_operation
 def sinkhorn(
-    logits: Float[Tensor, "*b s s"], iterations: int = 20, last: str = "row", impl: str = "auto", epsilon: float = 0.0
+    logits: Float[Tensor, "*b s s"],
+    iterations: int = 20,
+    last: str = "row",
+    impl: str = "auto",
+    mhc_epsilon: float = 0.0,
 ) -> Float[Tensor, "*b s s"]:
     """Return doubly stochastic matrices: exp(logits), normalised along rows and columns in turn.
 
@@ -29,7 +33,7 @@ def sinkhorn(
         iterations: pairs of normalisations, >= 1.
         last: ``"row"`` (as in the paper: columns first, row sums are exact) or ``"column"``.
         impl: see diptych.plans.model.implementation.
-        epsilon: added to the first normalisation, and to the sums of the others.
+        mhc_epsilon: added to the first normalisation, and to the sums of the others.
 
     Returns:
         Matrices in the type of logits. [..., S, S]
@@ -42,13 +46,13 @@ def sinkhorn(
     epsilon there is no floor, and the sums are only nearly 1 (DeepSeek-V4: 1e-6).
     """
     operations.check_iterations(iterations, last)
-    operations.check_epsilon(epsilon)
+    operations.check_epsilon(mhc_epsilon, "mhc_epsilon")
     operations.check_matrices(operand("logits", logits))
     if kernels := kernel_backend(impl, logits):
-        return kernels.sinkhorn(logits, iterations, last, epsilon)
+        return kernels.sinkhorn(logits, iterations, last, mhc_epsilon)
     tokens_innermost = at_least_float32(logits).movedim((-2, -1), (0, 1))
     first_axis = 0 if last == "row" else 1  # a sum over axis 0, the row index, normalises columns
-    matrices = _Sinkhorn.apply(tokens_innermost, iterations, first_axis, epsilon)
+    matrices = _Sinkhorn.apply(tokens_innermost, iterations, first_axis, mhc_epsilon)
     return matrices.movedim((0, 1), (-2, -1)).to(logits.dtype)
 
 

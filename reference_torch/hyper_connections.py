@@ -6,7 +6,7 @@ For residual streams x [B, T, S, D], with r = 1 / rms of the S*D elements of a t
     h_pre      = sigmoid(h[:S])                          reads the streams: aggregated = h_pre . x
     h_post     = 2 sigmoid(h[S:2S])                      writes the output of a sublayer to the streams
     h_res      = sinkhorn(h[2S:])                        mixes the streams, doubly stochastic
-    x_next     = h_res @ x + dropout(h_post * (y + b))   y, b: output and bias of the sublayer
+    x_next     = h_res @ x + dropout(h_post * (output + b))     output of the sublayer, and b its bias
 
 A product of doubly stochastic matrices is doubly stochastic, and such matrices do not amplify. So a deep product of
 h_res neither explodes nor vanishes. Coefficients are float32 for every type of x (float64 for float64). The token axis
@@ -42,7 +42,7 @@ def compute_mappings(
     *,
     iterations: int = 20,
     last: str = "row",
-    epsilon: float = 1e-5,
+    rms_epsilon: float = 1e-5,
     mhc_epsilon: float = 0.0,
     transposed: bool = False,
     impl: str = "auto",
@@ -56,7 +56,7 @@ def compute_mappings(
         bias: bias of the projection. [2*S + S*S]
         iterations: see sinkhorn.
         last: see sinkhorn.
-        epsilon: added to the mean square.
+        rms_epsilon: added to the mean square.
         mhc_epsilon: added to h_pre, and in sinkhorn.
         transposed: the last S*S columns of phi give the transpose of h_res.
         impl: see diptych.plans.model.implementation.
@@ -72,15 +72,15 @@ def compute_mappings(
     """
     operations.check_iterations(iterations, last)
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
-    operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon)
+    operations.check_mappings(operand("x", x), *parameters, rms_epsilon, mhc_epsilon)
     if kernels := kernel_backend(impl, x):
         options = dict(iterations=iterations, last=last, mhc_epsilon=mhc_epsilon, transposed=transposed)
-        h_pre, h_post, h_res = kernels.compute_mappings(x, phi, alpha, bias, epsilon=epsilon, **options)
+        h_pre, h_post, h_res = kernels.compute_mappings(x, phi, alpha, bias, rms_epsilon=rms_epsilon, **options)
         return name_value(h_pre, "h_pre"), name_value(h_post, "h_post"), name_value(h_res, "h_res")
     batch, length, streams, _ = x.shape
     groups = (streams, streams, streams * streams)
     gain = torch.cat([a.expand(size) for a, size in zip(alpha, groups, strict=True)])
-    h = (_project(x, phi, epsilon) * gain + bias).t().contiguous()
+    h = (_project(x, phi, rms_epsilon) * gain + bias).t().contiguous()
     h_pre, h_post, h_res = h.split(groups)
     h_pre = h_pre.sigmoid()
     h_pre = h_pre + mhc_epsilon if mhc_epsilon else h_pre
@@ -138,7 +138,7 @@ def contract_streams(
     alpha: Float[Tensor, "1"],
     bias: Float[Tensor, " s"],
     *,
-    epsilon: float = 1e-5,
+    rms_epsilon: float = 1e-5,
     mhc_epsilon: float = 0.0,
     impl: str = "auto",
 ) -> Float[Tensor, "b t d"]:
@@ -151,7 +151,7 @@ def contract_streams(
         phi: projection. [S*D, S]
         alpha: gain. [1]
         bias: bias of the projection. [S]
-        epsilon: added to the mean square.
+        rms_epsilon: added to the mean square.
         mhc_epsilon: added to the weights.
         impl: see diptych.plans.model.implementation.
 
@@ -164,8 +164,8 @@ def contract_streams(
     Reference: the class DeepseekV4HyperHead of transformers 5.23.
     """
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
-    operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon, is_head=True)
-    weights = (_project(x, phi, epsilon) * alpha + bias).sigmoid()
+    operations.check_mappings(operand("x", x), *parameters, rms_epsilon, mhc_epsilon, is_head=True)
+    weights = (_project(x, phi, rms_epsilon) * alpha + bias).sigmoid()
     weights = weights + mhc_epsilon if mhc_epsilon else weights
     return aggregate(x, weights.view(x.shape[:3]), impl)
 
@@ -204,7 +204,7 @@ def read_streams(
     *,
     iterations: int = 20,
     last: str = "row",
-    epsilon: float = 1e-5,
+    rms_epsilon: float = 1e-5,
     mhc_epsilon: float = 0.0,
     transposed: bool = False,
     merge_residual_gradient: bool = True,
@@ -222,7 +222,7 @@ def read_streams(
         bias: bias of the projection. [2*S + S*S]
         iterations: see sinkhorn.
         last: see sinkhorn.
-        epsilon: added to the mean square.
+        rms_epsilon: added to the mean square.
         mhc_epsilon: added to h_pre, and in sinkhorn.
         transposed: the last S*S columns of phi give the transpose of h_res.
         merge_residual_gradient: True: write the gradient of x once, with that of the returned x; False: return x
@@ -238,7 +238,7 @@ def read_streams(
     Reference: mHC, eqs. 3-8.
     """
     options: dict[str, Any] = dict(
-        iterations=iterations, last=last, epsilon=epsilon, mhc_epsilon=mhc_epsilon, transposed=transposed
+        iterations=iterations, last=last, rms_epsilon=rms_epsilon, mhc_epsilon=mhc_epsilon, transposed=transposed
     )
     kernels = kernel_backend(impl, x)
     if kernels is None:
@@ -246,7 +246,7 @@ def read_streams(
         return aggregate(x, h_pre, impl), h_post, h_res, x
     operations.check_iterations(iterations, last)
     parameters = operand("phi", phi), operand("alpha", alpha), operand("bias", bias)
-    operations.check_mappings(operand("x", x), *parameters, epsilon, mhc_epsilon)
+    operations.check_mappings(operand("x", x), *parameters, rms_epsilon, mhc_epsilon)
     aggregated, h_post, h_res, x = kernels.read_streams(
         x, phi, alpha, bias, **options, merge_residual_gradient=merge_residual_gradient
     )
@@ -281,36 +281,36 @@ def apply_h_res(
 
 @as_one_operation
 def apply_h_post(
-    x: Float[Tensor, "b t d"], bias: Float[Tensor, " d"] | None, h_post: Float[Tensor, "b t s"], impl: str = "auto"
+    output: Float[Tensor, "b t d"], bias: Float[Tensor, " d"] | None, h_post: Float[Tensor, "b t s"], impl: str = "auto"
 ) -> Float[Tensor, "b t s d"]:
-    """Expand the output of a sublayer to the streams: expanded[s] = h_post[s] * (x + bias).
+    """Expand the output of a sublayer to the streams: expanded[s] = h_post[s] * (output + bias).
 
     Args:
-        x: output of a sublayer. [B, T, D]
+        output: output of a sublayer. [B, T, D]
         bias: bias of the sublayer, [D], or None.
         h_post: weights of the streams. [B, T, S]
         impl: see diptych.plans.model.implementation.
 
     Returns:
-        The expanded output in the type of x. [B, T, S, D]
+        The expanded output in the type of output. [B, T, S, D]
 
     Raises:
         ValueError: an argument has a wrong shape or type.
 
     Reference: mHC, eq. 3.
     """
-    operations.check_expanded(operand("x", x), given_operand("bias", bias), operand("h_post", h_post))
-    if kernels := kernel_backend(impl, x):
-        return name_value(kernels.apply_h_post(x, bias, h_post), "expanded")
-    y = add_bias(x, bias)
-    return name_value(h_post.to(x.dtype)[..., None] * y[..., None, :], "expanded")
+    operations.check_expanded(operand("output", output), given_operand("bias", bias), operand("h_post", h_post))
+    if kernels := kernel_backend(impl, output):
+        return name_value(kernels.apply_h_post(output, bias, h_post), "expanded")
+    y = add_bias(output, bias)
+    return name_value(h_post.to(output.dtype)[..., None] * y[..., None, :], "expanded")
 
 
 @as_one_operation
 def write_streams(
     residual: Float[Tensor, "b t s d"],
     h_res: Float[Tensor, "b t s s"] | None,
-    x: Float[Tensor, "b t d"],
+    output: Float[Tensor, "b t d"],
     bias: Float[Tensor, " d"] | None,
     h_post: Float[Tensor, "b t s"],
     rate: float = 0.0,
@@ -318,14 +318,14 @@ def write_streams(
     site: int = 0,
     impl: str = "auto",
 ) -> Float[Tensor, "b t s d"]:
-    """Return the next residual streams: ``h_res @ residual + dropout(h_post * (x + bias))``.
+    """Return the next residual streams: ``h_res @ residual + dropout(h_post * (output + bias))``.
 
     The Triton kernels compute this in one pass over the streams.
 
     Args:
         residual: residual streams. [B, T, S, D]
         h_res: mixing matrices, [B, T, S, S], or None if residual is mixed already.
-        x: output of a sublayer. [B, T, D]
+        output: output of a sublayer. [B, T, D]
         bias: bias of the sublayer, [D], or None.
         h_post: weights of the streams. [B, T, S]
         rate: probability of dropout, in [0, 1).
@@ -341,17 +341,17 @@ def write_streams(
 
     Reference: mHC, eq. 3. Dropout on the expanded output is an addition of this project.
     """
-    arrays = operand("residual", residual), given_operand("h_res", h_res), operand("x", x)
+    arrays = operand("residual", residual), given_operand("h_res", h_res), operand("output", output)
     operations.check_written(*arrays, given_operand("bias", bias), operand("h_post", h_post), rate)
     if state is not None:
-        check_state(tuple(x.shape[:2]), state, site)
-    if kernels := kernel_backend(impl, x):
-        return kernels.write_streams(residual, h_res, x, bias, h_post, rate, state, site)
+        check_state(tuple(output.shape[:2]), state, site)
+    if kernels := kernel_backend(impl, output):
+        return kernels.write_streams(residual, h_res, output, bias, h_post, rate, state, site)
     mixed = residual if h_res is None else apply_h_res(h_res, residual, impl="reference")
     if state is not None and rate > 0.0:
-        return mixed + dropout(apply_h_post(x, bias, h_post, impl="reference"), rate, state, site)
-    y = add_bias(x, bias)
-    weights = h_post.to(x.dtype).flatten(0, 1)[..., None]
+        return mixed + dropout(apply_h_post(output, bias, h_post, impl="reference"), rate, state, site)
+    y = add_bias(output, bias)
+    weights = h_post.to(output.dtype).flatten(0, 1)[..., None]
     return torch.baddbmm(mixed.flatten(0, 1), weights, y.flatten(0, 1)[:, None]).view_as(mixed)
 
 
@@ -450,7 +450,7 @@ class HyperConnectionModule(nn.Module):
         return dict(
             iterations=self.config.sinkhorn_iterations,
             last=self.config.sinkhorn_last,
-            epsilon=self.config.layernorm_epsilon,
+            rms_epsilon=self.config.layernorm_epsilon,
             mhc_epsilon=self.config.mhc_epsilon,
             transposed=self.config.mhc_transpose_h_res,
             impl=self.config.impl,
@@ -545,7 +545,7 @@ class HyperConnectionHead(nn.Module):
             self.phi,
             self.alpha,
             self.bias,
-            epsilon=self.config.layernorm_epsilon,
+            rms_epsilon=self.config.layernorm_epsilon,
             mhc_epsilon=self.config.mhc_epsilon,
             impl=self.config.impl,
         )

@@ -141,8 +141,9 @@ class TransformerLayer(nn.Module):
         """Return a sublayer's input, the residual that its output is added to, and h_post (None: all weights are 1)."""
         if connection is not None:
             # Recompute cannot drop the streams while a view of them exists, which a merged gradient needs.
-            is_merged = "residual_streams" not in recompute.dropped
-            return connection.read(hidden_states, recompute.manager_of("aggregated"), is_merged)
+            merge = "residual_streams" not in recompute.dropped
+            manager = recompute.manager_of("aggregated")
+            return connection.read(hidden_states, manager, merge_residual_gradient=merge)
         if hidden_states.dim() == 4:
             streams = self.config.num_residual_streams
             mean = recompute("aggregated", HyperConnectionModule.output_contract, hidden_states, streams)

@@ -213,11 +213,11 @@ DIRECT = {  # of the kernels without the reference in front
     "a list": (lambda d, g: d.gelu([1.0]), "x: " + DENSE + "list"),
     "numpy": (lambda d, g: d.swiglu(np.ones((2, 4), np.float32)), "x: " + DENSE + "ndarray"),
     "fractional iterations": (lambda d, g: d.sinkhorn(g.array(3, 3), 1.5), "iterations: expected an integer, got 1.5"),
-    "epsilon": (
+    "rms_epsilon": (
         lambda d, g: d.compute_mappings(
-            g.array(1, 1, 2, 2), g.array(4, 8), g.array(3), g.array(8), epsilon=float("inf")
+            g.array(1, 1, 2, 2), g.array(4, 8), g.array(3), g.array(8), rms_epsilon=float("inf")
         ),
-        "epsilon: expected a finite number of at least 0, got inf",
+        "rms_epsilon: expected a finite number of at least 0, got inf",
     ),
 }
 

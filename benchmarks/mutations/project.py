@@ -124,8 +124,8 @@ class HalvedWrite(reference_torch.hyper_connections.HyperConnectionModule):
 class FewIterations(jax_impl.hyper_connections.HyperConnectionModule):
     def compute_mappings(self, x):
         arrays = self.phi[...], self.alpha[...], self.bias[...]
-        epsilon = self.config.layernorm_epsilon
-        return jax_impl.hyper_connections.compute_mappings(x, *arrays, iterations=3, epsilon=epsilon, impl="reference")
+        options = dict(iterations=3, rms_epsilon=self.config.layernorm_epsilon, impl="reference")
+        return jax_impl.hyper_connections.compute_mappings(x, *arrays, **options)
 
 
 class StoppedMix(jax_impl.hyper_connections.HyperConnectionModule):

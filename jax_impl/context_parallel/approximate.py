@@ -79,7 +79,7 @@ def state_of_nearest(
 
     Args:
         transition: M. [HV, K, K]
-        state: H. [HV, K, V]
+        state: S_local. [HV, K, V]
         goes_through: True if the final state depends on the initial state. []
         rounds: number of previous ranks.
         send_next: sends a rank's array to the next rank, and returns the array of the previous rank (0 on the first).

@@ -17,11 +17,11 @@ from jax_impl.context_parallel.approximate import LowRank, low_rank, state_of_ne
 def exchange_states(
     transition: Float[Array, "h k k"], state: Float[Array, "h k v"], context: FLACPContext, reverse: bool = False
 ) -> Float[Array, "h k v"]:
-    """Return the initial state S of this rank, by composing the maps S -> M S + H of the ranks before it.
+    """Return the initial state S of this rank, by composing the maps S -> M S + S_local of the ranks before it.
 
     Args:
         transition: M; 0 if the final state does not depend on the initial state. [HV, K, K]
-        state: H. [HV, K, V]
+        state: S_local. [HV, K, V]
         context: context of the rank.
         reverse: compose the maps of the ranks after this rank, from the last.
 
@@ -113,7 +113,7 @@ def _all_gather(
 def _ring(
     transition: Array, state: Array, context: StaticContext, reach: Reach, position: Array, reverse: bool
 ) -> Array:
-    """Receive the initial state from the previous rank, and send M S + H to the next rank, one rank after another."""
+    """Receive the initial state from the previous rank, and send M S + S_local to the next, one rank after another."""
     initial = jnp.zeros_like(state)
     for sender in range(context.size - 1):
         after = jnp.where(reach.goes_through, transition @ initial + state, state)
@@ -185,7 +185,7 @@ def run_exchange(
 
     Args:
         transition: M. [HV, K, K]
-        state: H. [HV, K, V]
+        state: S_local. [HV, K, V]
         log_decay: sum of the log decays of the part, for cp_transition_rank. [HV, K] or [HV, 1]
         context: static part of the context.
         reach: reach of this rank's state.
@@ -201,8 +201,8 @@ def run_exchange(
 def _exchanged(transition: Array, state: Array, log_decay: Array | None, reach: Reach, context: StaticContext) -> Array:
     """Exchange states, with their gradients.
 
-    The gradient of a rank's H is exchange_states in reverse, with M^T for M and the gradient of S for H. The gradient
-    of its M is the gradient of H times S^T.
+    The gradient of a rank's S_local is exchange_states in reverse, with M^T for M and the gradient of S for S_local.
+    The gradient of its M is the gradient of S_local times S^T.
     """
     return _exchanged_forward(transition, state, log_decay, reach, context)[0]
 

@@ -79,7 +79,7 @@ def complete(
         o: outputs of a scan from a state of 0 for a sequence that begins on an earlier rank. [1, T, HV, V]
         transition_output: transition columns R of the outputs of the first U tokens; None if no output depends on
             another rank. [1, U, HV, K]
-        finals: final states H with transition columns M. [n, HV, K, V + K]
+        finals: final states S_local with transition columns M. [n, HV, K, V + K]
         exchange: exchange of the call.
 
     Returns:

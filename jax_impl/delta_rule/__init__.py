@@ -3,7 +3,7 @@
 For one head with state S [K, V], at token t:
 
     S <- diag(exp(g_t)) S                  decay: one per head (GDN) or one per channel of k (KDA)
-    e  = beta_t (v_t - S^T k_t)            the error of the decayed state
+    e  = beta_t (v_t - S^T k_t)            error of the decayed state's prediction, times the write strength beta_t
     S <- S + k_t e^T
     o_t = scale * S^T q_t
 

@@ -80,7 +80,7 @@ def chunk_kda(
         k: keys; with norms above 1 the rule can diverge, see use_qk_l2norm_in_kernel. [B, T, H, K]
         v: values; HV / H neighbouring heads share a head of q and k. [B, T, HV, V]
         g: log decay, natural log, <= 0; with use_gate_in_kernel the argument g of kda_gate. [B, T, HV, K]
-        beta: fraction of the error that is corrected, in [0, 2]. [B, T, HV]
+        beta: write strength, in [0, 2]; with a key of norm 1, 1 corrects the error completely. [B, T, HV]
         scale: scale of the queries; None: K ** -0.5.
         initial_state: state before each sequence; None: zeros. [N, HV, K, V] float32 (float64 for float64)
         output_final_state: return the final states.

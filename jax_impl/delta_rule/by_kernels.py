@@ -36,8 +36,8 @@ def chunked_by_kernels(
     scale = options.scale_of(q.shape[-1])
     call: list[Any] = [q, k, v, g, beta, initial_state, tables, size, scale, recompute]
     if context is not None:
-        ranks = KernelRanks(static_context(context), v.shape[-1])
-        call += [ranks, _boundary_sequences(context, initial_state, tables.sequences, k, v)]
+        exchange = KernelExchange(static_context(context), v.shape[-1])
+        call += [exchange, _boundary_sequences(context, initial_state, tables.sequences, k, v)]
     return kernels.delta_rule(*call)
 
 
@@ -90,8 +90,8 @@ class _Roles(NamedTuple):
         return Reach(self.before, self.after, self.goes_through > 0)
 
 
-class KernelRanks(NamedTuple):
-    """The exchange between ranks; see diptych_kernels.delta_rule.autodiff_rules.StateExchange.
+class KernelExchange(NamedTuple):
+    """The exchange between ranks; see diptych_kernels.delta_rule.autodiff_rules.KernelStateExchange.
 
     ``roles`` [6] int32 holds the fields of _Roles.
     """
@@ -101,12 +101,12 @@ class KernelRanks(NamedTuple):
     """Width V of the values."""
 
     def exchange_forward(self, maps: Array, roles: Array) -> Array:
-        """Return the initial state of this rank's first sequence; see StateExchange.exchange_forward."""
+        """Return the initial state of the first sequence; see KernelStateExchange.exchange_forward."""
         named = _Roles(*roles)
         return exchange_over(*self._sent_map(maps, named), self.context, named.reach)
 
     def exchange_backward(self, maps: Array, d_received: Array, roles: Array) -> Array:
-        """Return the gradient of the final state of this rank's last sequence; see StateExchange.exchange_backward."""
+        """Return the gradient of the final state of the last sequence; see KernelStateExchange.exchange_backward."""
         named = _Roles(*roles)
         transition, _ = self._sent_map(maps, named)
         d_received = jnp.where(named.begins_earlier > 0, d_received, 0)
@@ -124,7 +124,7 @@ class KernelRanks(NamedTuple):
         return states.at[named.last].set(new)
 
     def _sent_map(self, maps: Array, roles: _Roles) -> tuple[Array, Array]:
-        """Return M and H that this rank sends, with zeros for the parts that it does not send."""
+        """Return M and S_local that this rank sends, with zeros for the parts that it does not send."""
         state = maps[0, ..., : self.value]
         transition = maps[0, ..., self.value :]
         return jnp.where(roles.reach.goes_through, transition, 0), jnp.where(roles.ends_later > 0, state, 0)

@@ -4,10 +4,11 @@ Forward saves the arguments and one state per segment (diptych.plans.model.delta
 last segment to the first, replays the chunks and states of each, and uses jax.vjp for the part that does not depend on
 states. So the memory in addition to the arguments and these states is that of one segment, for every sequence length.
 
-Transition columns: the final state of a sequence is a linear function of its initial state S, namely M S + H, and its
-outputs are O + R S. Context parallelism needs M, H, O and R of a part before S is known. The scan treats each column
-of the state by itself. So one scan of the state [0 | identity], with V + K columns, and of values with K further
-columns of zeros computes H and O in the first V columns, and M and R in the last K = ``num_transition_columns``.
+Transition columns: the final state of a sequence is a linear function of its initial state S, namely M S + S_local,
+and its outputs are O + A S. Context parallelism needs M, S_local, O and A of a part before S is known. The scan treats
+each column of the state by itself. So one scan of the state [0 | identity], with V + K columns, and of values with K
+further columns of zeros computes S_local and O in the first V columns, and M and A in the last
+K = ``num_transition_columns``.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,10 +71,11 @@ def chunked(
     recompute: bool,
     num_transition_columns: int = 0,
 ) -> tuple[Array, Array]:
-    """Return outputs and final states, both with transition columns if there are some (see the module docstring).
+    """Return outputs o [B, T, HV, V + P] and final states [N, HV, K, V + P] with P = num_transition_columns.
 
-    The arguments are the checked arguments of chunk_kda (api.py). With transition columns outputs have the type of
-    states.
+    The arguments are the checked arguments of chunk_kda (api.py); N is B without cu_seqlens. With transition columns
+    (see the module docstring), outputs have the type of states. All sequences have them, although only the first needs
+    them: cu_seqlens may be traced, and the tokens of the first sequence are then not known when the program is traced.
     """
     batch, length, heads, width = arguments.v.shape
     key = arguments.q.shape[-1]
@@ -151,7 +153,7 @@ def _by_segment(layout: Layout, chunking: Chunking) -> tuple[Sequences, Array]:
 
 
 def _initial_states(sequences: int, initial: Array | None, shape: tuple[int, ...], like: Sequence[Any]) -> States:
-    """Return the carry before the first chunk; shape is [R, K, V], that of one state.
+    """Return the carry before the first chunk; shape is that of one state, [R, K, V] with R = B * HV.
 
     ``like`` are arrays from which the states are computed: the carry has their type and varies over their mesh axes.
     """

@@ -1,13 +1,17 @@
-"""The part of a chunk that does not depend on the state: decayed products of its tokens, and their mutual corrections.
+"""The part of a chunk that does not depend on the state: decayed products of its tokens, and the WY representation.
 
 With G the cumulative sum of g from the first token of the chunk, for i >= j:
 
     A_qk[i, j] = sum_c q_i k_j exp(G_i - G_j),    A_kk: the same with k_i for q_i, for i > j
     (I + diag(beta) A_kk) [w | u] = diag(beta) [exp(G) k | v]
 
-The errors of a chunk with initial state S are u - w S (scan.py). Every exponent is computed as a sum of log decays
-between two tokens, not as a difference of two sums. So no exponent is positive and nothing overflows, and an earlier
-strong decay costs no digits. No output depends on a later token, even if that token is not finite (lower_product).
+w and u are the WY representation of the chunk, computed by the UT transform (I + diag(beta) A_kk)^-1 diag(beta) (Yang
+et al. 2024, arXiv 2406.06484). The beta-weighted prediction errors of a chunk with initial state S are u - w S
+(scan.py).
+
+Every exponent is computed as a sum of log decays between two tokens, not as a difference of two sums. So no exponent is
+positive and nothing overflows, and an earlier strong decay costs no digits. No output depends on a later token, even if
+that token is not finite (lower_product).
 
 Reference: arXiv 2412.06464, section 3.3; arXiv 2510.26692, section 3. The papers anchor sub-chunks of 16 at their first
 token. Here blocks double in size: the queries of a block and the keys of the block before are decayed to the border
@@ -33,9 +37,9 @@ class ChunkTerms(NamedTuple):
     """Factor of the initial state in the errors: errors = u - w S."""
     u: Float[Array, "n r c v"]
     """Errors for an initial state of 0."""
-    q_decayed: Float[Array, "n r c k"]
-    """Queries, decayed from the beginning of the chunk."""
-    k_decayed: Float[Array, "n r c k"]
+    q_from_start: Float[Array, "n r c k"]
+    """Queries, decayed from the start of the chunk."""
+    k_to_end: Float[Array, "n r c k"]
     """Keys, decayed to the end of the chunk."""
     a_qk: Float[Array, "n r c c"]
     """Weights of the errors in the outputs, lower triangular."""
@@ -57,7 +61,7 @@ def chunk_terms(
         k: keys. [n, R, C, K]
         v: values. [n, R, C, V]
         g: log decay, per channel or per head. [n, R, C, K or 1]
-        beta: fraction of the error that is corrected. [n, R, C, 1]
+        beta: write strength. [n, R, C, 1]
     """
     a_qk, a_kk = (_products_by_channel if g.shape[-1] > 1 else _products_by_head)(q, k, g)
     from_start = jnp.exp(jnp.cumsum(g, -2))

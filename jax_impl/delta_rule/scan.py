@@ -1,13 +1,13 @@
 """The scan of states over chunks, forward and backward: the only sequential part of the chunked form.
 
-    e = u - w S                       errors of the chunk
-    o = q_decayed S + A_qk e
-    S <- diag(decay) S + k_decayed^T e
+    e = u - w S                       beta-weighted prediction errors of the chunk; v_new in flash-linear-attention
+    o = q_from_start S + A_qk e
+    S <- diag(decay) S + k_to_end^T e
 
 Backward runs from the last chunk to the first, where dS is the gradient of the final state of a chunk:
 
-    de = A_qk^T do + k_decayed dS
-    dS <- diag(decay) dS + q_decayed^T do - w^T de
+    de = A_qk^T do + k_to_end dS
+    dS <- diag(decay) dS + q_from_start^T do - w^T de
 
 All other gradients are products of these and the states, computed for all chunks at once.
 """
@@ -25,9 +25,10 @@ from jax_impl.delta_rule.intra import ChunkTerms, lower_product
 class Scanned(NamedTuple):
     """The results of a scan that outputs and backward need."""
 
-    states: Float[Array, "n r k v"]
-    """Initial states of the chunks."""
+    chunk_states: Float[Array, "n r k v"]
+    """States before the chunks."""
     errors: Float[Array, "n r c v"]
+    """Beta-weighted prediction errors of the tokens."""
 
 
 class Sequences(NamedTuple):
@@ -84,19 +85,19 @@ def scan_chunks(
     """
 
     def step_forward(states: States, chunk: tuple[Any, ...]) -> tuple[States, Scanned]:
-        (owner, is_first, _), w, u, k_decayed, decay = chunk
+        (owner, is_first, _), w, u, k_to_end, decay = chunk
         start = jnp.where(is_first, 0 if initial is None else initial[owner], states.current)
         errors = u - w @ start
-        end = decay[..., None] * start + k_decayed.mT @ errors
+        end = decay[..., None] * start + k_to_end.mT @ errors
         return states.after(owner, end), Scanned(start, errors)
 
-    states, scanned = jax.lax.scan(step_forward, states, (sequences, terms.w, terms.u, terms.k_decayed, terms.decay))
+    states, scanned = jax.lax.scan(step_forward, states, (sequences, terms.w, terms.u, terms.k_to_end, terms.decay))
     return scanned, states
 
 
 def outputs(terms: ChunkTerms, scanned: Scanned) -> Float[Array, "n r c v"]:
     """Return the outputs of all tokens."""
-    return terms.q_decayed @ scanned.states + lower_product(terms.a_qk, scanned.errors)
+    return terms.q_from_start @ scanned.chunk_states + lower_product(terms.a_qk, scanned.errors)
 
 
 def scan_chunks_backward(
@@ -119,23 +120,23 @@ def scan_chunks_backward(
     """
 
     def step_backward(d_states: States, chunk: tuple[Any, ...]) -> tuple[States, tuple[Array, Array]]:
-        (owner, _, is_last), d_errors_output, d_start_output, w, k_decayed, decay = chunk
+        (owner, _, is_last), d_errors_output, d_start_output, w, k_to_end, decay = chunk
         d_end = jnp.where(is_last, d_finals[owner], d_states.current)
-        d_errors = d_errors_output + k_decayed @ d_end
+        d_errors = d_errors_output + k_to_end @ d_end
         d_start = decay[..., None] * d_end + d_start_output - w.mT @ d_errors
         return d_states.after(owner, d_start), (d_end, d_errors)
 
     d_errors_output = terms.a_qk.mT @ d_output  # the parts of both gradients that come from the outputs
-    d_start_output = terms.q_decayed.mT @ d_output
-    chunks = (sequences, d_errors_output, d_start_output, terms.w, terms.k_decayed, terms.decay)
+    d_start_output = terms.q_from_start.mT @ d_output
+    chunks = (sequences, d_errors_output, d_start_output, terms.w, terms.k_to_end, terms.decay)
     d_states, (d_ends, d_errors) = jax.lax.scan(step_backward, d_states, chunks, reverse=True)
     by_channel = terms.decay.shape[-1] > 1
     gradients = ChunkTerms(
-        w=-(d_errors @ scanned.states.mT),
+        w=-(d_errors @ scanned.chunk_states.mT),
         u=d_errors,
-        q_decayed=d_output @ scanned.states.mT,
-        k_decayed=scanned.errors @ d_ends.mT,
+        q_from_start=d_output @ scanned.chunk_states.mT,
+        k_to_end=scanned.errors @ d_ends.mT,
         a_qk=d_output @ scanned.errors.mT,
-        decay=(scanned.states * d_ends).sum(-1 if by_channel else (-2, -1)).reshape(terms.decay.shape),
+        decay=(scanned.chunk_states * d_ends).sum(-1 if by_channel else (-2, -1)).reshape(terms.decay.shape),
     )
     return gradients, d_states

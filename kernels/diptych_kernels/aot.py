@@ -18,7 +18,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from diptych_kernels import autodiff_rules, tuning
-from diptych_kernels.autodiff_rules import Operation, Sinkhorn
+from diptych_kernels.autodiff_rules import MappingOptions, Operation
 from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, DeltaRule
 from diptych_kernels.delta_rule.cost import flops
 from diptych_kernels.launch_configs import Block, Launch, Write, wide
@@ -182,13 +182,13 @@ def everything(
     dropout = Write("mix", post=True, bias=True, rate=0.1, seed=1234, site=2)
     write_inputs = [x, h_res, y, Shape((width,), coefficients), h_post]
     no_dropout = [None, None, None]
-    sinkhorn = Sinkhorn(20, "row", epsilon=1e-5)
+    options = MappingOptions(20, "row", rms_epsilon=1e-5)
     of_mappings = [x, phi, alpha, Shape((columns,), coefficients)]
     return [
-        *launches_of(autodiff_rules.COMPUTE_MAPPINGS, sinkhorn, of_mappings, blocks),
-        *launches_of(autodiff_rules.SINKHORN, sinkhorn, [h_res], blocks),
+        *launches_of(autodiff_rules.COMPUTE_MAPPINGS, options, of_mappings, blocks),
+        *launches_of(autodiff_rules.SINKHORN, options, [h_res], blocks),
         *launches_of(autodiff_rules.AGGREGATE, None, [x, h_post], blocks),
-        *launches_of(autodiff_rules.READ_THROUGH, sinkhorn, of_mappings, blocks),
+        *launches_of(autodiff_rules.READ_WITH_RESIDUAL, options, of_mappings, blocks),
         *launches_of(autodiff_rules.WRITE, dropout._replace(rate=0.0), [*write_inputs, *no_dropout], blocks),
         *launches_of(autodiff_rules.SWIGLU, None, [Shape((*lead, 8 * width), dtype)], blocks),
         *launches_of(autodiff_rules.GELU, None, [Shape((*lead, 4 * width), dtype)], blocks),

@@ -19,8 +19,8 @@ from diptych.plans.model.operations import (
     operand_error,
 )
 from diptych_kernels import autodiff_rules
-from diptych_kernels.autodiff_rules import Array, Operation, Sinkhorn, dtype_name
-from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, BoundarySequences, DeltaRule, StateExchange
+from diptych_kernels.autodiff_rules import Array, MappingOptions, Operation, dtype_name
+from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, BoundarySequences, DeltaRule, KernelStateExchange
 from diptych_kernels.delta_rule.launch_configs import parts_of
 from diptych_kernels.launch_configs import Launch, Write, wide
 
@@ -100,14 +100,14 @@ class Functions(ABC):
         check_floating(**self._operands(**arrays))
         self.check_devices(**arrays)
 
-    def sinkhorn(self, logits: Array, iterations: int = 20, last: str = "row", epsilon: float = 0.0) -> Array:
+    def sinkhorn(self, logits: Array, iterations: int = 20, last: str = "row", mhc_epsilon: float = 0.0) -> Array:
         """Compute doubly stochastic matrices by alternate normalisation of the rows and columns of exp(logits).
 
         Args:
             logits: logits of the matrices. [..., S, S], S <= 8
             iterations: pairs of normalisations, >= 1.
             last: axis of the last normalisation, ``"row"`` or ``"column"``.
-            epsilon: added to the first normalisation, and to the sums of the others.
+            mhc_epsilon: added to the first normalisation, and to the sums of the others.
 
         Returns:
             The matrices, in the type of the logits. [..., S, S]
@@ -117,8 +117,8 @@ class Functions(ABC):
         """
         self._check(logits=logits)
         check_matrices(Operand(tuple(logits.shape), dtype_name(logits)))
-        check_epsilon(epsilon)
-        static = _sinkhorn("logits", logits.shape[-1], iterations, last, epsilon)
+        check_epsilon(mhc_epsilon, "mhc_epsilon")
+        static = _mapping_options("logits", logits.shape[-1], iterations, last, mhc_epsilon)
         dtype = dtype_name(logits)
         (matrices,) = self.apply(autodiff_rules.SINKHORN, static, self.cast(logits, wide(dtype)))
         return self.cast(matrices, dtype)
@@ -132,7 +132,7 @@ class Functions(ABC):
         *,
         iterations: int = 20,
         last: str = "row",
-        epsilon: float = 1e-5,
+        rms_epsilon: float = 1e-5,
         mhc_epsilon: float = 0.0,
         transposed: bool = False,
     ) -> tuple[Array, Array, Array]:
@@ -147,7 +147,7 @@ class Functions(ABC):
             bias: bias of the coefficients. [2*S + S*S]
             iterations: pairs of normalisations of Sinkhorn, >= 1.
             last: axis of the last normalisation, ``"row"`` or ``"column"``.
-            epsilon: epsilon added to the mean square.
+            rms_epsilon: epsilon added to the mean square.
             mhc_epsilon: added to h_pre, to the first normalisation and to the sums of the others.
             transposed: the last S*S columns of phi give the transpose of h_res.
 
@@ -157,7 +157,8 @@ class Functions(ABC):
         Raises:
             ValueError: an argument is not supported.
         """
-        static, alpha, bias = self._mappings(x, phi, alpha, bias, iterations, last, epsilon, mhc_epsilon, transposed)
+        options = (iterations, last, rms_epsilon, mhc_epsilon, transposed)
+        static, alpha, bias = self._mappings(x, phi, alpha, bias, *options)
         h_pre, h_post, h_res = self.apply(autodiff_rules.COMPUTE_MAPPINGS, static, x, phi, alpha, bias)
         return h_pre, h_post, h_res
 
@@ -169,19 +170,19 @@ class Functions(ABC):
         bias: Array,
         iterations: int,
         last: str,
-        epsilon: float,
+        rms_epsilon: float,
         mhc_epsilon: float,
         transposed: bool,
-    ) -> tuple[Sinkhorn, Array, Array]:
+    ) -> tuple[MappingOptions, Array, Array]:
         """Check the arguments of compute_mappings; return the static ones, and alpha and bias in the wide type."""
         self._check(x=x, phi=phi, alpha=alpha, bias=bias)
         _check_axes("x", x, 2)
         streams, width = x.shape[-2:]
         columns = streams * (streams + 2)
-        check_epsilon(epsilon)
+        check_epsilon(rms_epsilon, "rms_epsilon")
         check_epsilon(mhc_epsilon, "mhc_epsilon")
-        static = _sinkhorn("x", streams, iterations, last, mhc_epsilon)
-        static = static._replace(epsilon=float(epsilon), transposed=bool(transposed))
+        static = _mapping_options("x", streams, iterations, last, mhc_epsilon)
+        static = static._replace(rms_epsilon=float(rms_epsilon), transposed=bool(transposed))
         _check_shape("phi", phi, (streams * width, columns))
         _check_shape("alpha", alpha, (3,))
         _check_shape("bias", bias, (columns,))
@@ -197,7 +198,7 @@ class Functions(ABC):
         *,
         iterations: int = 20,
         last: str = "row",
-        epsilon: float = 1e-5,
+        rms_epsilon: float = 1e-5,
         mhc_epsilon: float = 0.0,
         transposed: bool = False,
         merge_residual_gradient: bool = True,
@@ -215,7 +216,7 @@ class Functions(ABC):
             bias: bias of the coefficients. [2*S + S*S]
             iterations: pairs of normalisations of Sinkhorn, >= 1.
             last: axis of the last normalisation, ``"row"`` or ``"column"``.
-            epsilon: epsilon added to the mean square.
+            rms_epsilon: epsilon added to the mean square.
             mhc_epsilon: see compute_mappings.
             transposed: see compute_mappings.
             merge_residual_gradient: True: write the gradient of x once, with that of the returned x; False: return x
@@ -227,9 +228,10 @@ class Functions(ABC):
         Raises:
             ValueError: an argument is not supported.
         """
-        static, alpha, bias = self._mappings(x, phi, alpha, bias, iterations, last, epsilon, mhc_epsilon, transposed)
+        options = (iterations, last, rms_epsilon, mhc_epsilon, transposed)
+        static, alpha, bias = self._mappings(x, phi, alpha, bias, *options)
         if merge_residual_gradient and self.returns_inputs(x):
-            aggregated, h_post, h_res, x = self.apply(autodiff_rules.READ_THROUGH, static, x, phi, alpha, bias)
+            aggregated, h_post, h_res, x = self.apply(autodiff_rules.READ_WITH_RESIDUAL, static, x, phi, alpha, bias)
         else:
             aggregated, h_post, h_res = self.apply(autodiff_rules.READ, static, x, phi, alpha, bias)
         return aggregated, h_post, h_res, x
@@ -265,38 +267,40 @@ class Functions(ABC):
         """
         return self.write_streams(residual, h_res, None, None, None)
 
-    def apply_h_post(self, x: Array, bias: Array | None, h_post: Array) -> Array:
-        """Compute h_post[s] (x + bias), the contribution of a sublayer to each stream.
+    def apply_h_post(self, output: Array, bias: Array | None, h_post: Array) -> Array:
+        """Compute h_post[s] (output + bias), the contribution of a sublayer to each stream.
 
         Args:
-            x: output of a sublayer. [..., D]
+            output: output of a sublayer. [..., D]
             bias: bias of the sublayer. [D]; None: no bias.
             h_post: coefficients. [..., S], S <= 8
 
         Returns:
-            The contributions, in the type of x. [..., S, D]
+            The contributions, in the type of output. [..., S, D]
         """
-        return self.write_streams(None, None, x, bias, h_post)
+        return self.write_streams(None, None, output, bias, h_post)
 
     def write_streams(
         self,
         residual: Array | None,
         h_res: Array | None,
-        x: Array | None,
+        output: Array | None,
         bias: Array | None,
         h_post: Array | None,
         rate: float = 0.0,
         state: Any = None,
         site: int = 0,
     ) -> Array:
-        """Compute the next streams h_res residual + dropout(h_post (x + bias)) in one pass (arXiv 2512.24880, eq. 3).
+        """Compute the next streams h_res residual + dropout(h_post (output + bias)) in one pass.
+
+        This is eq. 3 of arXiv 2512.24880, with dropout.
 
         Args:
             residual: residual streams. [..., S, D]; None: no residual term.
             h_res: mixing matrices. [..., S, S]; None: the residual is added unmixed.
-            x: output of a sublayer. [..., D]; None: only the residual term.
+            output: output of a sublayer. [..., D]; None: only the residual term.
             bias: bias of the sublayer. [D]; None: no bias.
-            h_post: coefficients. [..., S]; None if and only if x is None.
+            h_post: coefficients. [..., S]; None if and only if output is None.
             rate: dropout probability, in [0, 1).
             state: an ops.DropoutState with rows [...]; None: no dropout.
             site: dropout site, see diptych.plans.model.philox.
@@ -307,45 +311,44 @@ class Functions(ABC):
         Raises:
             ValueError: an argument is not supported, or the combination of None and arrays has no meaning.
         """
-        self._check(residual=residual, h_res=h_res, x=x, bias=bias, h_post=h_post)
-        _check_given(residual, h_res, x, bias, h_post)
+        self._check(residual=residual, h_res=h_res, output=output, bias=bias, h_post=h_post)
+        _check_given(residual, h_res, output, bias, h_post)
         check_rate(rate)
         lead = ("h_post", h_post, 1) if residual is None else ("residual", residual, 2)
         _check_axes(*lead)
-        if x is not None:
-            _check_axes("x", x, 1)
-        shape = (*h_post.shape, x.shape[-1]) if residual is None else residual.shape  # pyright: ignore[reportOptionalMemberAccess]
+        if output is not None:
+            _check_axes("output", output, 1)
+        shape = (*h_post.shape, output.shape[-1]) if residual is None else residual.shape  # pyright: ignore[reportOptionalMemberAccess]
         _check_streams("h_post" if residual is None else "residual", shape[-2])
         for name, array, expected in (
             ("h_res", h_res, (*shape[:-1], shape[-2])),
-            ("x", x, (*shape[:-2], shape[-1])),
+            ("output", output, (*shape[:-2], shape[-1])),
             ("bias", bias, shape[-1:]),
             ("h_post", h_post, shape[:-1]),
         ):
             if array is not None:
                 _check_shape(name, array, expected)
-        if residual is not None and x is not None:
-            x = self.cast_like(x, residual)
-        if residual is not None and x is not None:
-            check_same_type("x", dtype_name(x), "residual", dtype_name(residual))
+        if residual is not None and output is not None:
+            output = self.cast_like(output, residual)
+            check_same_type("output", dtype_name(output), "residual", dtype_name(residual))
         add = "none" if residual is None else "plain" if h_res is None else "mix"
-        coefficients = wide(dtype_name(residual if x is None else x))
+        coefficients = wide(dtype_name(residual if output is None else output))
         h_res, h_post = (None if h is None else self.cast(h, coefficients) for h in (h_res, h_post))
-        write = Write(add, x is not None, bias is not None)
+        write = Write(add, output is not None, bias is not None)
         rows = (None, None, None)
-        if state is not None and x is not None:
-            self._check_state(shape[:-2], x, state, site)
-        if state is not None and rate > 0.0 and x is not None:
+        if state is not None and output is not None:
+            self._check_state(shape[:-2], output, state, site)
+        if state is not None and rate > 0.0 and output is not None:
             write = write._replace(rate=float(rate), seed=int(state.seed), site=int(site))
-            rows = (state.row_low, state.row_high, self.counter(state.step, x))
-        return self.apply(autodiff_rules.WRITE, write, residual, h_res, x, bias, h_post, *rows)[0]
+            rows = (state.row_low, state.row_high, self.counter(state.step, output))
+        return self.apply(autodiff_rules.WRITE, write, residual, h_res, output, bias, h_post, *rows)[0]
 
-    def _check_state(self, shape: tuple[int, ...], x: Array, state: Any, site: Any) -> None:
-        """Reject rows that do not match x, and values that launches do not support."""
+    def _check_state(self, shape: tuple[int, ...], output: Array, state: Any, site: Any) -> None:
+        """Reject rows that do not match output, and values that launches do not support."""
         rows = {"row_low": state.row_low, "row_high": state.row_high}
         operands = self._operands(**{f"state.{name}": row for name, row in rows.items()})
         check_dropout_rows(shape, **{name.removeprefix("state."): row for name, row in operands.items() if row})
-        self.check_devices(x=x, **rows)
+        self.check_devices(output=output, **rows)
         for name, word in (("state.seed", state.seed), ("site", site)):
             if self.is_traced(word):
                 raise ValueError(
@@ -402,7 +405,7 @@ class Functions(ABC):
         chunk_size: int,
         scale: float,
         recompute: bool = True,
-        ranks: StateExchange | None = None,
+        exchange: KernelStateExchange | None = None,
         boundary: BoundarySequences | None = None,
     ) -> tuple[Array, Array]:
         """Compute outputs and final states of the gated delta rule (arXiv 2412.06464; KDA: arXiv 2510.26692).
@@ -415,14 +418,15 @@ class Functions(ABC):
             k: keys. [B, T, H, K]
             v: values. [B, T, HV, V], V <= 256
             g: log decay, natural log, <= 0. [B, T, HV, K], or [B, T, HV] for one decay per head
-            beta: step sizes. [B, T, HV]
+            beta: write strengths. [B, T, HV]
             initial: initial states. [N, HV, K, V]; None: zeros
-            tables: chunks and sequences of the concatenated rows.
+            tables: chunks and sequences of the concatenated tokens.
             chunk_size: tokens per chunk of the tables: 16, 32 or 64.
             scale: factor of the queries.
-            recompute: recompute in backward what chunks need, besides their matrices, instead of saving it.
-            ranks: exchange between context-parallel ranks; None: complete sequences.
-            boundary: the rank's boundary sequences, given if and only if ranks is; None: complete sequences.
+            recompute: True: save A_qk, A_kk, the inverse, beta and the decays of chunks, and recompute decayed q and k,
+                states and errors in backward; False: save them all.
+            exchange: exchange of states between context-parallel ranks; None: complete sequences.
+            boundary: the rank's boundary sequences, given if and only if exchange is; None: complete sequences.
 
         Returns:
             The outputs [B, T, HV, V], in the type of v, and the final states [N, HV, K, V] in float32 (float64 for
@@ -447,7 +451,7 @@ class Functions(ABC):
         if initial is None:
             initial = self.zeros((sequences.shape[0], value_heads, q.shape[-1], width), dtype, q)
         parts = parts_of(len(tables.chunks), len(tables.sequences), value_heads, width) if tables.known else 1
-        static = DeltaRule(len(g.shape) == 4, float(scale), chunk_size, recompute, parts, ranks)
+        static = DeltaRule(len(g.shape) == 4, float(scale), chunk_size, recompute, parts, exchange)
         arrays = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta)]
         part_sequences = sequences if parts == 1 else self.integers(tables.cut(parts, chunk_size), q)
         arrays += [initial, self.integers(tables.chunks, q), sequences, part_sequences]
@@ -458,16 +462,16 @@ class Functions(ABC):
 
 
 def _check_given(
-    residual: Array | None, h_res: Array | None, x: Array | None, bias: Array | None, h_post: Array | None
+    residual: Array | None, h_res: Array | None, output: Array | None, bias: Array | None, h_post: Array | None
 ) -> None:
     """Reject combinations of arguments that write nothing or leave an argument unused."""
-    arrays = {"residual": residual, "h_res": h_res, "x": x, "bias": bias, "h_post": h_post}
+    arrays = {"residual": residual, "h_res": h_res, "output": output, "bias": bias, "h_post": h_post}
     given = {name for name, array in arrays.items() if array is not None}
-    adds = {"x", "h_post"} <= given
+    adds = {"output", "h_post"} <= given
     mixes = {"residual", "h_res"} <= given
-    if not (adds or mixes) or (not adds and given & {"x", "h_post", "bias"}):
+    if not (adds or mixes) or (not adds and given & {"output", "h_post", "bias"}):
         raise ValueError(
-            "write_streams: expected residual with h_res, or x with h_post (and bias), or both; got "
+            "write_streams: expected residual with h_res, or output with h_post (and bias), or both; got "
             + (", ".join(name for name in arrays if name in given) or "neither")
         )
     if h_res is not None and residual is None:
@@ -495,8 +499,8 @@ def _check_shape(name: str, x: Array, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(x.shape)}")
 
 
-def _sinkhorn(name: str, streams: int, iterations: int, last: str, mhc_epsilon: float) -> Sinkhorn:
-    """Check the arguments of Sinkhorn and return them; ``name`` is the array with the streams."""
+def _mapping_options(name: str, streams: int, iterations: int, last: str, mhc_epsilon: float) -> MappingOptions:
+    """Check the options of Sinkhorn and return them; ``name`` is the array with the streams."""
     check_iterations(iterations, last)
     _check_streams(name, streams)
-    return Sinkhorn(int(iterations), last, float(mhc_epsilon))
+    return MappingOptions(int(iterations), last, float(mhc_epsilon))

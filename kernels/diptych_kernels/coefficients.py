@@ -78,7 +78,7 @@ def project_backward(
     shrink_ptr,
     h_pre_ptr,
     grad_ptr,
-    through_ptr,
+    residual_grad_ptr,
     tokens,
     tokens_per_group,
     dx_ptr,
@@ -87,7 +87,7 @@ def project_backward(
     D: tl.constexpr,
     C: tl.constexpr,
     AGGREGATE: tl.constexpr,
-    THROUGH: tl.constexpr,
+    RESIDUAL_GRAD: tl.constexpr,
     PRECISION: tl.constexpr,
     CP: tl.constexpr,
     BN: tl.constexpr,
@@ -95,9 +95,9 @@ def project_backward(
 ):
     """Compute dx [N, K] = dprojected @ phi.T - shrink x, and dphi = x.T @ dprojected, [K, C] per group of tokens.
 
-    AGGREGATE adds h_pre [N, S] grad [N, D] to dx, the gradient of the weighted sum of the streams, and THROUGH adds
-    through [N, K]. Inputs of excluded terms are not read. The tokens of a group are added to dphi in a fixed order, in
-    float32 (float64 for float64). grid (K / BK, groups).
+    AGGREGATE adds h_pre [N, S] grad [N, D] to dx, the gradient of the weighted sum of the streams, and RESIDUAL_GRAD
+    adds residual_grad [N, K], the gradient of the streams as a residual. Inputs of excluded terms are not read. The
+    tokens of a group are added to dphi in a fixed order, in float32 (float64 for float64). grid (K / BK, groups).
     """
     K: tl.constexpr = S * D
     ACC: tl.constexpr = shrink_ptr.dtype.element_ty
@@ -127,9 +127,9 @@ def project_backward(
                 b_h = tl.load(h_pre_ptr + o_n[:, None] * S + (o_k // D)[None, :], mask=m_x, other=0.0)
                 o_d = o_k % D
             b_dx += b_h * tl.load(grad_ptr + o_n[:, None] * D + o_d[None, :], mask=m_x, other=0.0).to(ACC)
-        if THROUGH:  # rounded before, as if a framework added it
+        if RESIDUAL_GRAD:  # rounded before, as if a framework added it
             b_dx = b_dx.to(b_x.dtype).to(ACC) + tl.load(
-                through_ptr + o_n[:, None] * K + o_k[None, :], mask=m_x, other=0.0
+                residual_grad_ptr + o_n[:, None] * K + o_k[None, :], mask=m_x, other=0.0
             ).to(ACC)
         tl.store(dx_ptr + o_n[:, None] * K + o_k[None, :], b_dx, mask=m_x)
         b_dphi = tl.dot(tl.trans(b_x), b_grad, b_dphi, input_precision=PRECISION, out_dtype=ACC)

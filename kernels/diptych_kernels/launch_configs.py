@@ -10,7 +10,7 @@ Arguments that have one meaning in all functions:
     streams     number of residual streams, S
     width       channels of a stream or of an activation, D or F
     dtype       type of the streams or the activation; of matrices and coefficients if these are the inputs
-    sinkhorn    static arguments of Sinkhorn and of the mappings
+    options     options of Sinkhorn and of the mappings
     write       static arguments of write_streams
 """
 
@@ -53,7 +53,8 @@ class Launch:
         constants: names and values of the constexpr arguments.
         num_warps: warps per program.
         num_stages: pipeline stages of loops.
-        tuned_for: size of the launch on which its fastest block depends, besides the constants; 0: none.
+        tuned_for: power-of-two bucket of the grid, part of the key under which tuning stores the fastest block; 0: not
+            part of it.
     """
 
     kernel: str
@@ -169,9 +170,9 @@ class Write(NamedTuple):
     """Static arguments of write_streams: the terms of the sum, and dropout.
 
     Args:
-        add: residual term: "mix" for h_res x, "plain" for x, "none" for no term.
-        post: add the term of the sublayer's output, h_post (y + b).
-        bias: add b to y.
+        add: residual term: "mix" for h_res residual, "plain" for residual, "none" for no term.
+        post: add the term of the sublayer's output, h_post (output + bias).
+        bias: add the bias to the output.
         rate: dropout probability of the sublayer's term.
         seed: dropout seed.
         site: dropout site; see diptych.plans.model.philox.
@@ -191,7 +192,7 @@ class Write(NamedTuple):
 
 
 def write_forward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, write: Write) -> Launch:
-    """Configure the launch x, h_res, y, bias, h_post, row_low, row_high, step -> next streams."""
+    """Configure the launch residual, h_res, output, bias, h_post, row_low, row_high, step -> next streams."""
     tokens = math.prod(lead)
     columns = min(block.columns, power_of_two(width, 16))
     grid = (math.ceil(tokens / block.rows), math.ceil(width / columns))
@@ -204,7 +205,7 @@ def write_forward(block: Block, lead: tuple[int, ...], streams: int, width: int,
 def write_backward(block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, write: Write) -> Launch:
     """Configure the launch; gradients that do not exist have shape [0].
 
-    x, h_res, y, bias, h_post, row_low, row_high, step, grad -> dx, dh_res, dy, dh_post.
+    residual, h_res, output, bias, h_post, row_low, row_high, step, grad -> dresidual, dh_res, doutput, dh_post.
     """
     tokens = math.prod(lead)
     columns = _reduction_columns(block, streams, width, dtype)
@@ -249,11 +250,14 @@ def project_backward(
     width: int,
     dtype: str,
     aggregate: bool = False,
-    through: bool = False,
+    residual_grad: bool = False,
 ) -> Launch:
-    """Configure the launch x, phi, dprojected, shrink, h_pre, grad, through -> dx, dphi by groups of tokens.
+    """Configure the launch with one partial sum of dphi per group of tokens.
 
-    ``aggregate`` adds h_pre grad to dx, and ``through`` adds through; see coefficients.project_backward.
+    x, phi, dprojected, shrink, h_pre, grad, residual_grad -> dx, dphi.
+
+    With ``aggregate``, dx includes h_pre grad, and with ``residual_grad`` the input of this name; see
+    coefficients.project_backward.
     """
     tokens = math.prod(lead)
     row = streams * width
@@ -262,7 +266,7 @@ def project_backward(
     tiles = math.ceil(row / int(dot["BK"]))
     groups, per_group = groups_of(tokens, math.ceil(row / 128))
     outputs = [((*lead, streams, width), dtype), ((groups, row, columns), wide(dtype))]
-    constants = dict(S=streams, D=width, C=columns, AGGREGATE=aggregate, THROUGH=through, **dot)
+    constants = dict(S=streams, D=width, C=columns, AGGREGATE=aggregate, RESIDUAL_GRAD=residual_grad, **dot)
     return launch_of(
         "coefficients", project_backward, block, (tiles, groups), (tokens, per_group), outputs, **constants
     )
@@ -283,8 +287,8 @@ def _dot(block: Block, row: int, columns: int, dtype: str) -> dict[str, int | st
     return dict(PRECISION=precision, CP=padded, BN=rows, BK=min(max(fits, 16), power_of_two(row, 16)))
 
 
-class Sinkhorn(NamedTuple):
-    """Static arguments of compute_mappings and sinkhorn."""
+class MappingOptions(NamedTuple):
+    """Static arguments of compute_mappings, read_streams and sinkhorn."""
 
     iterations: int
     """Pairs of normalisations."""
@@ -292,7 +296,7 @@ class Sinkhorn(NamedTuple):
     """Axis of the last normalisation, "row" or "column"."""
     mhc_epsilon: float = 0.0
     """Epsilon added to h_pre, to the first normalisation and to the sums of the others."""
-    epsilon: float = 0.0
+    rms_epsilon: float = 0.0
     """Epsilon added to the mean square of the streams; not used by sinkhorn."""
     transposed: bool = False
     """The columns of the projection give the transpose of h_res; not used by sinkhorn."""
@@ -325,27 +329,27 @@ def _of_matrices(
     return launch_of("coefficients", builder, block, grid, (tokens,), outputs, S=streams, **constants, BN=rows)
 
 
-def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, sinkhorn: Sinkhorn) -> Launch:
+def sinkhorn_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, options: MappingOptions) -> Launch:
     """Configure the launch logits -> matrices."""
     outputs = [((*lead, streams, streams), dtype)]
-    return _of_matrices(sinkhorn_forward, block, lead, streams, dtype, outputs, **sinkhorn.constants(streams))
+    return _of_matrices(sinkhorn_forward, block, lead, streams, dtype, outputs, **options.constants(streams))
 
 
-def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, sinkhorn: Sinkhorn) -> Launch:
+def sinkhorn_backward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, options: MappingOptions) -> Launch:
     """Configure the launch logits, grad -> dlogits."""
     outputs = [((*lead, streams, streams), dtype)]
-    return _of_matrices(sinkhorn_backward, block, lead, streams, dtype, outputs, **sinkhorn.constants(streams))
+    return _of_matrices(sinkhorn_backward, block, lead, streams, dtype, outputs, **options.constants(streams))
 
 
-def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, sinkhorn: Sinkhorn) -> Launch:
+def mappings_forward(block: Block, lead: tuple[int, ...], streams: int, dtype: str, options: MappingOptions) -> Launch:
     """Configure the launch projected, r, alpha, bias -> h_pre, h_post, h_res."""
-    constants = dict(**sinkhorn.constants(streams), TRANSPOSED=sinkhorn.transposed)
+    constants = dict(**options.constants(streams), TRANSPOSED=options.transposed)
     outputs = [((*lead, streams), dtype), ((*lead, streams), dtype), ((*lead, streams, streams), dtype)]
     return _of_matrices(mappings_forward, block, lead, streams, dtype, outputs, **constants)
 
 
 def mappings_backward(
-    block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, sinkhorn: Sinkhorn
+    block: Block, lead: tuple[int, ...], streams: int, width: int, dtype: str, options: MappingOptions
 ) -> Launch:
     """Configure the launch with one partial sum of dalpha and dbias per program.
 
@@ -353,7 +357,7 @@ def mappings_backward(
     """
     tokens = math.prod(lead)
     rows = _matrices(block, streams, dtype)
-    constants = dict(**sinkhorn.constants(streams), TRANSPOSED=sinkhorn.transposed)
+    constants = dict(**options.constants(streams), TRANSPOSED=options.transposed)
     programs = max(2, math.ceil(tokens / rows))  # 2: see groups_of
     columns = _coefficients(streams)
     outputs = [((*lead, columns), dtype), (lead, dtype), ((programs, 3 + columns), dtype)]
@@ -370,7 +374,9 @@ def column_sum(block: Block, rows: int, groups: int, width: int, dtype: str) -> 
     return launch_of("common", column_sum, block, grid, (rows, per_group), outputs, W=width, BR=block.rows, BW=columns)
 
 
-def _activation(builder: Callable, block: Block, lead: tuple[int, ...], width: int, out_width: int, dtype: str):
+def _activation(
+    builder: Callable, block: Block, lead: tuple[int, ...], width: int, out_width: int, dtype: str
+) -> Launch:
     """Return a launch of an activation function or its backward, elementwise over ``width`` channels."""
     tokens = math.prod(lead)
     columns = min(block.columns, power_of_two(width, 16))

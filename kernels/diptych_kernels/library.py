@@ -14,7 +14,7 @@ from torch import Tensor
 from diptych_kernels import autodiff_rules, tuning
 from diptych_kernels.autodiff_rules import Operation
 from diptych_kernels.delta_rule.autodiff_rules import DELTA_RULE, DeltaRule
-from diptych_kernels.launch_configs import Launch, Sinkhorn, Write
+from diptych_kernels.launch_configs import Launch, MappingOptions, Write
 
 NAMESPACE = "diptych"
 OPERATIONS = (
@@ -28,7 +28,7 @@ OPERATIONS = (
     DELTA_RULE,
 )
 _REGISTERED: set[str] = set()
-_STATIC = {kind.__name__: kind for kind in (Sinkhorn, Write, DeltaRule)}
+_STATIC = {kind.__name__: kind for kind in (MappingOptions, Write, DeltaRule)}
 
 
 class _Shapes:
@@ -45,8 +45,8 @@ class _Shapes:
 
 
 def is_registered(operation: Operation, static: Any) -> bool:
-    """Return True if an operation is registered and ``static`` can be written as text, which excludes ranks."""
-    return operation.name in _REGISTERED and getattr(static, "ranks", None) is None
+    """Return True if an operation is registered and ``static`` can be written as text, which excludes an exchange."""
+    return operation.name in _REGISTERED and getattr(static, "exchange", None) is None
 
 
 def text_of(static: Any) -> str:

@@ -3,10 +3,11 @@
 For each token:
 
     aggregated[d] = sum_s h_pre[s] x[s, d]
-    next[s, d]    = sum_j h_res[s, j] x[j, d] + keep[s, d] / (1 - p) h_post[s] (y[d] + b[d])
+    next[s, d]    = sum_j h_res[s, j] residual[j, d] + keep[s, d] / (1 - p) h_post[s] (output[d] + bias[d])
 
-x [S, D] are the S residual streams of width D. h_pre [S], h_post [S] and h_res [S, S] are the coefficients. y [D] is
-the output of the sublayer and b [D] its bias. keep [S, D] is the dropout mask and p the dropout probability.
+x [S, D] are the S residual streams of width D that a sublayer reads, and residual [S, D] those that its output is added
+to, usually the same. h_pre [S], h_post [S] and h_res [S, S] are the coefficients. output [D] is the output of the
+sublayer and bias [D] its bias. keep [S, D] is the dropout mask and p the dropout probability.
 
 A program computes BN tokens with one tile [BN, BD] per stream, in the type of the coefficients: float32, or float64 for
 float64 streams. It loads each element of x once. A backward program loops over all columns of its tokens and sums the
@@ -114,9 +115,9 @@ def aggregate_backward(
 
 @triton.jit(do_not_specialize=["tokens", "seed", "site"])
 def write_forward(
-    x_ptr,
+    residual_ptr,
     h_res_ptr,
-    y_ptr,
+    output_ptr,
     bias_ptr,
     h_post_ptr,
     low_ptr,
@@ -125,7 +126,7 @@ def write_forward(
     tokens,
     seed,
     site,
-    out_ptr,
+    next_ptr,
     S: tl.constexpr,
     D: tl.constexpr,
     ADD: tl.constexpr,
@@ -138,41 +139,41 @@ def write_forward(
 ):
     """Compute next [N, S, D]; grid (N / BN, D / BD).
 
-    ADD selects the residual term: "mix" adds h_res x, "plain" adds x, "none" adds nothing. POST adds the term of y, and
-    BIAS adds b to y. Inputs of excluded terms are not read. THRESHOLD is floor(p 2**32), or 0 without dropout. SCALE is
-    1 / (1 - p).
+    ADD selects the residual term: "mix" adds h_res residual, "plain" adds residual, "none" adds nothing. POST adds the
+    term of output, and BIAS adds bias to output. Inputs of excluded terms are not read. THRESHOLD is floor(p 2**32), or
+    0 without dropout. SCALE is 1 / (1 - p).
     """
     ACC: tl.constexpr = h_post_ptr.dtype.element_ty
     o_n, m_n = token_block(tokens, BN)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     mask = m_n[:, None] & (o_d[None, :] < D)
     if ADD != "none":
-        b_x = load_streams(x_ptr, o_n, o_d, mask, S, D, ACC)
+        b_residual = load_streams(residual_ptr, o_n, o_d, mask, S, D, ACC)
     if POST:
-        b_y = tl.load(y_ptr + o_n[:, None] * D + o_d[None, :], mask=mask, other=0.0).to(ACC)
+        b_output = tl.load(output_ptr + o_n[:, None] * D + o_d[None, :], mask=mask, other=0.0).to(ACC)
         if BIAS:
-            b_y += tl.load(bias_ptr + o_d, mask=o_d < D, other=0.0).to(ACC)[None, :]
+            b_output += tl.load(bias_ptr + o_d, mask=o_d < D, other=0.0).to(ACC)[None, :]
     for s in tl.static_range(S):
-        b_out = tl.zeros([BN, BD], ACC)
+        b_next = tl.zeros([BN, BD], ACC)
         if ADD == "mix":
             for j in tl.static_range(S):
-                b_out += tl.load(h_res_ptr + (o_n * S + s) * S + j, mask=m_n, other=0.0)[:, None] * b_x[j]
+                b_next += tl.load(h_res_ptr + (o_n * S + s) * S + j, mask=m_n, other=0.0)[:, None] * b_residual[j]
         elif ADD == "plain":
-            b_out = b_x[s]
+            b_next = b_residual[s]
         if POST:
-            b_term = tl.load(h_post_ptr + o_n * S + s, mask=m_n, other=0.0)[:, None] * b_y
+            b_term = tl.load(h_post_ptr + o_n * S + s, mask=m_n, other=0.0)[:, None] * b_output
             if THRESHOLD > 0:
                 keep = dropout_keep(o_n, m_n, o_d, s, low_ptr, high_ptr, step_ptr, seed, site, D, THRESHOLD)
                 b_term = tl.where(keep, b_term * SCALE, 0.0)
-            b_out += b_term
-        tl.store(out_ptr + (o_n * S + s)[:, None] * D + o_d[None, :], b_out, mask=mask)
+            b_next += b_term
+        tl.store(next_ptr + (o_n * S + s)[:, None] * D + o_d[None, :], b_next, mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "seed", "site"])
 def write_backward(
-    x_ptr,
+    residual_ptr,
     h_res_ptr,
-    y_ptr,
+    output_ptr,
     bias_ptr,
     h_post_ptr,
     low_ptr,
@@ -182,9 +183,9 @@ def write_backward(
     tokens,
     seed,
     site,
-    dx_ptr,
+    dresidual_ptr,
     dh_res_ptr,
-    dy_ptr,
+    doutput_ptr,
     dh_post_ptr,
     S: tl.constexpr,
     D: tl.constexpr,
@@ -198,8 +199,8 @@ def write_backward(
 ):
     """Compute the gradients of write_forward from grad [N, S, D]; grid (N / BN,).
 
-    Write dx [N, S, D] and dh_res [N, S, S] if ADD is "mix", and dy [N, D] and dh_post [N, S] if POST. The flags are
-    those of write_forward.
+    Write dresidual [N, S, D] and dh_res [N, S, S] if ADD is "mix", and doutput [N, D] and dh_post [N, S] if POST. The
+    flags are those of write_forward.
     """
     ACC: tl.constexpr = h_post_ptr.dtype.element_ty
     o_n, m_n = token_block(tokens, BN)
@@ -220,32 +221,32 @@ def write_backward(
         mask = m_n[:, None] & (o_d[None, :] < D)
         b_grad = load_streams(grad_ptr, o_n, o_d, mask, S, D, ACC)
         if ADD == "mix":
-            b_x = load_streams(x_ptr, o_n, o_d, mask, S, D, ACC)
+            b_residual = load_streams(residual_ptr, o_n, o_d, mask, S, D, ACC)
             for j in tl.static_range(S):
-                b_dx = tl.zeros([BN, BD], ACC)
+                b_dresidual = tl.zeros([BN, BD], ACC)
                 for s in tl.static_range(S):
-                    b_dx += b_res[s * S + j] * b_grad[s]
-                tl.store(dx_ptr + (o_n * S + j)[:, None] * D + o_d[None, :], b_dx, mask=mask)
+                    b_dresidual += b_res[s * S + j] * b_grad[s]
+                tl.store(dresidual_ptr + (o_n * S + j)[:, None] * D + o_d[None, :], b_dresidual, mask=mask)
             new = ()
             for s in tl.static_range(S):
                 for j in tl.static_range(S):
-                    new = new + (res_sums[s * S + j] + b_grad[s] * b_x[j],)
+                    new = new + (res_sums[s * S + j] + b_grad[s] * b_residual[j],)
             res_sums = new
         if POST:
-            b_y = tl.load(y_ptr + o_n[:, None] * D + o_d[None, :], mask=mask, other=0.0).to(ACC)
+            b_output = tl.load(output_ptr + o_n[:, None] * D + o_d[None, :], mask=mask, other=0.0).to(ACC)
             if BIAS:
-                b_y += tl.load(bias_ptr + o_d, mask=o_d < D, other=0.0).to(ACC)[None, :]
-            b_dy = tl.zeros([BN, BD], ACC)
+                b_output += tl.load(bias_ptr + o_d, mask=o_d < D, other=0.0).to(ACC)[None, :]
+            b_doutput = tl.zeros([BN, BD], ACC)
             new = ()
             for s in tl.static_range(S):
                 b_term = b_grad[s]
                 if THRESHOLD > 0:
                     keep = dropout_keep(o_n, m_n, o_d, s, low_ptr, high_ptr, step_ptr, seed, site, D, THRESHOLD)
                     b_term = tl.where(keep, b_term * SCALE, 0.0)
-                b_dy += b_post[s] * b_term
-                new = new + (post_sums[s] + b_term * b_y,)
+                b_doutput += b_post[s] * b_term
+                new = new + (post_sums[s] + b_term * b_output,)
             post_sums = new
-            tl.store(dy_ptr + o_n[:, None] * D + o_d[None, :], b_dy, mask=mask)
+            tl.store(doutput_ptr + o_n[:, None] * D + o_d[None, :], b_doutput, mask=mask)
     for s in tl.static_range(S):
         if POST:
             tl.store(dh_post_ptr + o_n * S + s, tl.sum(post_sums[s], 1), mask=m_n)

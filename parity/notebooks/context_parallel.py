@@ -59,7 +59,7 @@ class Part:
         assert last is not None
         self.M: Tensor = last[0, ..., width:]
         """Map of the state. [H, K, K]"""
-        self.H: Tensor = last[0, ..., :width]
+        self.S_local: Tensor = last[0, ..., :width]
         """Final state from a state of 0. [H, K, V]"""
         self.outputs: Tensor = outputs[0, ..., :width]
         """Outputs from a state of 0. [T, H, V]"""

@@ -119,13 +119,13 @@ def dividing_chunk_kda(
     for start in range(0, q.shape[1], chunk):
         part = slice(start, start + chunk)
         queries, keys, values, decays = (x[0, part].transpose(0, 1) for x in (q, k, v, g))
-        rates = beta[0, part].T[..., None]
+        strengths = beta[0, part].T[..., None]
         total = decays.cumsum(-2)
         divided = keys * torch.exp(-total)
         decayed = keys * torch.exp(total)
         queries = scale * queries * torch.exp(total)
-        system = torch.eye(values.shape[1], dtype=q.dtype) + rates * (decayed @ divided.mT).tril(-1)
-        right = rates * (values - decayed @ state)
+        system = torch.eye(values.shape[1], dtype=q.dtype) + strengths * (decayed @ divided.mT).tril(-1)
+        right = strengths * (values - decayed @ state)
         errors = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         outputs.append(queries @ state + (queries @ divided.mT).tril() @ errors)
         last = total[:, -1:]

@@ -1,9 +1,10 @@
 """Context parallelism: the layers of a model over sequences that are split over ranks.
 
 Delta rule: a rank runs its part of the sequences from a state of 0, and computes how an initial state S would change
-the outputs (by R S) and the final state (by M S); see delta_rule/chunked.py. A rank with initial state S sends M S + H
-to the next rank. These maps compose, so ranks exchange only M and H. Once a rank knows S, one product completes its
-outputs. The gradient of S needs the same exchange of M^T in the opposite direction: see ``ExchangedState``.
+the outputs (by A S) and the final state (by M S); see delta_rule/chunked.py. From an initial state S, a rank sends M S
++ S_local to the next rank. These maps compose, so ranks exchange only M and S_local. Once a rank knows S, one product
+completes its outputs. The gradient of S needs the same exchange of M^T in the opposite direction: see
+``ExchangedState``.
 
 Mirrors ``jax_impl/context_parallel/``. ``diptych/plans/context/sequences.py`` decides which tokens a rank holds.
 """

@@ -80,7 +80,7 @@ def states_of_nearest(transition: Tensor | None, state: Tensor, rounds: int, sen
 
     Args:
         transition: M, [HV, K, K]; None: the final state does not depend on the initial state.
-        state: H. [HV, K, V]
+        state: S_local. [HV, K, V]
         rounds: number of previous ranks.
         send_next: sends to the next rank.
 
@@ -98,7 +98,7 @@ def states_of_nearest(transition: Tensor | None, state: Tensor, rounds: int, sen
 def gradients_of_nearest(
     transition: Tensor | None, initial: list[Tensor], d_initial: Tensor, send_previous: Shift
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of M, [HV, K, K] or None, and of H, [HV, K, V].
+    """Return the gradients of M, [HV, K, K] or None, and of S_local, [HV, K, V].
 
     Args:
         transition: see states_of_nearest.

@@ -30,14 +30,14 @@ def exchange_states(
     context: FLACPContext,
     reverse: bool = False,
 ) -> Float[Tensor, "h k v"]:
-    """Return the initial state S of this rank: the maps S -> M S + H of the ranks before it, composed.
+    """Return the initial state S of this rank: the maps S -> M S + S_local of the ranks before it, composed.
 
     All ranks have to call this function.
 
     Args:
         transition: M; 0 if the final state does not depend on the initial state. [HV, K, K]; with all_gather it may be
             a LowRank.
-        state: H. [HV, K, V]
+        state: S_local. [HV, K, V]
         context: context of the rank.
         reverse: compose the maps of the ranks after this rank, from the last.
 
@@ -103,7 +103,7 @@ def _all_gather(
 
 
 def _ring(transition: Tensor, state: Tensor, context: FLACPContext, position: int, reverse: bool) -> Tensor:
-    """Receive the initial state from the previous rank, and send M S + H to the next rank."""
+    """Receive the initial state from the previous rank, and send M S + S_local to the next rank."""
     received = _on_wire(torch.zeros_like(state), context)
     if position > 0:
         wait_for_part(receive_part(received, position - 1, context, reverse), context)
@@ -168,7 +168,7 @@ def run_exchange(transition: Tensor, state: Tensor, log_decay: Tensor | None, co
 
     Args:
         transition: M. [HV, K, K]
-        state: H. [HV, K, V]
+        state: S_local. [HV, K, V]
         log_decay: sum of the log decays of the part, for cp_transition_rank. [HV, K] or [HV, 1]
         context: context of the rank.
     """
@@ -187,10 +187,10 @@ def run_exchange(transition: Tensor, state: Tensor, log_decay: Tensor | None, co
 def run_exchange_backward(
     exchanged: Exchanged, d_initial: Tensor, context: FLACPContext
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of M and H of run_exchange.
+    """Return the gradients of M and S_local of run_exchange.
 
-    The gradient of a rank's H is exchange_states in reverse, with M^T for M and the gradient of S for H. The gradient
-    of its M is the gradient of H times S^T.
+    The gradient of a rank's S_local is exchange_states in reverse, with M^T for M and the gradient of S for S_local.
+    The gradient of its M is the gradient of S_local times S^T.
 
     Args:
         exchanged: result of run_exchange.
@@ -255,7 +255,7 @@ def wait_for_part(work: dist.Work, context: FLACPContext) -> None:
 
 
 def map_to_send(finals: Tensor, value: int, context: FLACPContext) -> tuple[Tensor, Tensor]:
-    """Return M and H that this rank sends.
+    """Return M and S_local that this rank sends.
 
     Args:
         finals: final states with transition columns. [n, HV, K, V + K]
@@ -307,14 +307,14 @@ class StateExchange:
 
         Args:
             transition: M. [HV, K, K]
-            state: H. [HV, K, V]
+            state: S_local. [HV, K, V]
         """
         finish = self._finish
         self._finish = None
         return run_exchange(transition, state, self.log_decay, self.context) if finish is None else finish()
 
     def exchange_gradients(self, exchanged: Exchanged, d_initial: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Exchange gradients, and return those of M and H.
+        """Exchange gradients, and return those of M and S_local.
 
         Args:
             exchanged: result of the exchange.
@@ -389,7 +389,7 @@ class ExchangedState(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, d_initial):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of M and H."""
+        """Return the gradients of M and S_local."""
         initial, *rest = ctx.saved_tensors
         exchanged = Exchanged(initial, tuple(rest[: ctx.num_sent]), tuple(rest[ctx.num_sent :]))
         return *ctx.exchange.exchange_gradients(exchanged, d_initial), None, None

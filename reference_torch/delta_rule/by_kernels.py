@@ -35,8 +35,8 @@ def chunked_by_kernels(
     scale = options.scale_of(q.shape[-1])
     call: list[Any] = [q, k, v, g, arguments.beta, initial_state, tables, size, scale, recompute]
     if context is not None:
-        ranks = KernelRanks(context, v.shape[-1])
-        call += [ranks, _boundary_sequences(context, initial_state, tables.sequences, k, v)]
+        exchange = KernelExchange(context, v.shape[-1])
+        call += [exchange, _boundary_sequences(context, initial_state, tables.sequences, k, v)]
     return kernels.delta_rule(*call)
 
 
@@ -53,8 +53,8 @@ def _boundary_sequences(
     return BoundarySequences(initial, np.stack([first, last]), None)
 
 
-class KernelRanks:
-    """The exchange between ranks; see diptych_kernels.delta_rule.autodiff_rules.StateExchange.
+class KernelExchange:
+    """The exchange between ranks; see diptych_kernels.delta_rule.autodiff_rules.KernelStateExchange.
 
     The context holds this rank's roles, so the argument roles is None.
     """
@@ -65,12 +65,12 @@ class KernelRanks:
         """Width V of the values."""
 
     def exchange_forward(self, maps: Tensor, roles: None) -> Tensor:
-        """Return the initial state of this rank's first sequence; see StateExchange.exchange_forward."""
+        """Return the initial state of the first sequence; see KernelStateExchange.exchange_forward."""
         del roles
         return exchange_states(*self._sent_map(maps), self.context)
 
     def exchange_backward(self, maps: Tensor, d_received: Tensor, roles: None) -> Tensor:
-        """Return the gradient of the final state of this rank's last sequence; see StateExchange.exchange_backward."""
+        """Return the gradient of the final state of the last sequence; see KernelStateExchange.exchange_backward."""
         del roles
         d_received = torch.zeros_like(d_received) if self.context.is_first_rank else d_received
         return exchange_states(self._sent_map(maps)[0].mT, d_received, self.context, reverse=True)
@@ -90,7 +90,7 @@ class KernelRanks:
         return torch.cat([states[:-1], torch.zeros_like(states[-1:]) if last is None else last[None]])
 
     def _sent_map(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return M and H that this rank sends, with zeros for the parts that it does not send."""
+        """Return M and S_local that this rank sends, with zeros for the parts that it does not send."""
         state = maps[0, ..., : self.value]
         transition = maps[0, ..., self.value :]
         if self.context.is_last_rank:

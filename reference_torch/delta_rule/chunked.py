@@ -4,10 +4,11 @@ Forward saves the arguments and one state per segment (diptych.plans.model.delta
 last segment to the first, replays the chunks and states of each, and uses autograd for the part that does not depend on
 states. So the memory in addition to the arguments and these states is that of one segment, for every sequence length.
 
-Transition columns: the final state of a sequence is a linear function of its initial state S, namely M S + H, and its
-outputs are O + R S. Context parallelism needs M, H, O and R of a part before S is known. The scan treats each column
-of the state by itself. So one scan of the state [0 | identity], with V + K columns, and of values with K further
-columns of zeros computes H and O in the first V columns, and M and R in the last K = ``num_transition_columns``.
+Transition columns: the final state of a sequence is a linear function of its initial state S, namely M S + S_local,
+and its outputs are O + A S. Context parallelism needs M, S_local, O and A of a part before S is known. The scan treats
+each column of the state by itself. So one scan of the state [0 | identity], with V + K columns, and of values with K
+further columns of zeros computes S_local and O in the first V columns, and M and A in the last
+K = ``num_transition_columns``.
 """
 
 from collections.abc import Collection, Sequence
@@ -47,7 +48,7 @@ class Segment:
     A slot is a place for a token in a chunk. token, filled and slot are None if all slots are filled in token order.
 
     Args:
-        tokens: first and last token of the segment (half-open range).
+        tokens: first token of the segment, and the token after the last.
         owners: number of the sequence of each chunk.
         chunk_size: slots of a chunk.
         token: token in each slot, counted from the first token of the segment.
@@ -131,7 +132,9 @@ class Layout(NamedTuple):
                 every sequence of the batch.
         """
         count, *shape = self.states_shape
-        given = [] if stacked is None else stacked.unbind() if sequences is None else stacked
+        given: Any = [] if stacked is None else stacked
+        if stacked is not None and sequences is None:
+            given = stacked.unbind()  # one operation for all states, instead of one index for each
         zeros = like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
         width = shape[-1] - self.num_transition_columns
         states = {}

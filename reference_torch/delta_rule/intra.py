@@ -1,13 +1,17 @@
-"""The part of a chunk that does not depend on the state: decayed products of its tokens, and their mutual corrections.
+"""The part of a chunk that does not depend on the state: decayed products of its tokens, and the WY representation.
 
 With G the cumulative sum of g from the first token of the chunk, for i >= j:
 
     A_qk[i, j] = sum_c q_i k_j exp(G_i - G_j),    A_kk: the same with k_i for q_i, for i > j
     (I + diag(beta) A_kk) [w | u] = diag(beta) [exp(G) k | v]
 
-The errors of a chunk with initial state S are u - w S (scan.py). Every exponent is computed as a sum of log decays
-between two tokens, not as a difference of two sums. So no exponent is positive and nothing overflows, and an earlier
-strong decay costs no digits. No output depends on a later token, even if that token is not finite (lower_product).
+w and u are the WY representation of the chunk, computed by the UT transform (I + diag(beta) A_kk)^-1 diag(beta) (Yang
+et al. 2024, arXiv 2406.06484). The beta-weighted prediction errors of a chunk with initial state S are u - w S
+(scan.py).
+
+Every exponent is computed as a sum of log decays between two tokens, not as a difference of two sums. So no exponent is
+positive and nothing overflows, and an earlier strong decay costs no digits. No output depends on a later token, even if
+that token is not finite (lower_product).
 
 Reference: arXiv 2412.06464, section 3.3; arXiv 2510.26692, section 3. The papers anchor sub-chunks of 16 at their first
 token. Here blocks double in size: the queries of a block and the keys of the block before are decayed to the border
@@ -34,9 +38,9 @@ class ChunkTerms(NamedTuple):
     """Factor of the initial state in the errors: errors = u - w S."""
     u: Float[Tensor, "n r c v"]
     """Errors for an initial state of 0."""
-    q_decayed: Float[Tensor, "n r c k"]
-    """Queries, decayed from the beginning of the chunk."""
-    k_decayed: Float[Tensor, "n r c k"]
+    q_from_start: Float[Tensor, "n r c k"]
+    """Queries, decayed from the start of the chunk."""
+    k_to_end: Float[Tensor, "n r c k"]
     """Keys, decayed to the end of the chunk."""
     a_qk: Float[Tensor, "n r c c"]
     """Weights of the errors in the outputs, lower triangular."""
@@ -58,10 +62,15 @@ def chunk_terms(
         k: keys. [n, R, C, K]
         v: values. [n, R, C, V]
         g: log decay, per channel or per head. [n, R, C, K or 1]
-        beta: fraction of the error that is corrected. [n, R, C, 1]
+        beta: write strength. [n, R, C, 1]
     """
     if g.shape[-1] == 1:
         return ChunkTerms(*_TermsByHead.apply(q, k, v, g, beta))
+    return _terms_by_channel(q, k, v, g, beta)
+
+
+def _terms_by_channel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> ChunkTerms:
+    """Return the terms for one decay per channel; arguments as for chunk_terms."""
     a_qk, a_kk = _products_by_channel(q, k, g)
     from_start = g.cumsum(-2).exp()
     to_end = _sums_after(g).exp()
@@ -147,7 +156,7 @@ class _TermsByHead(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, dw, du, dq_decayed, dk_decayed, da_qk, d_last):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, dw, du, dq_from_start, dk_to_end, da_qk, d_last):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, beta, decay, a_qk, a_kk, from_start, to_end, inverse, solution = ctx.saved_tensors
         d_right = inverse.mT @ torch.cat([dw, du], -1)
         dk_right, dv_right = d_right.split([k.shape[-1], v.shape[-1]], -1)
@@ -156,13 +165,13 @@ class _TermsByHead(torch.autograd.Function):
         d_exponents = (da_qk * a_qk).addcmul_(beta, by_beta)
         da_qk = da_qk * decay
         da.mul_(beta).mul_(decay)
-        dq = (da_qk @ k).addcmul_(dq_decayed, from_start)
+        dq = (da_qk @ k).addcmul_(dq_from_start, from_start)
         dk = (da_qk.mT @ q).add_((da + da.mT) @ k)
-        dk.addcmul_(dk_decayed, to_end).addcmul_(dk_right, beta * from_start)
+        dk.addcmul_(dk_to_end, to_end).addcmul_(dk_right, beta * from_start)
         from_right = from_start * (dk_right * k).sum(-1, keepdim=True)
-        d_from_start = beta * from_right + from_start * (dq_decayed * q).sum(-1, keepdim=True)
+        d_from_start = beta * from_right + from_start * (dq_from_start * q).sum(-1, keepdim=True)
         d_from_start[..., -1, :] += d_last * from_start[..., -1, :]
-        d_to_end = to_end * (dk_decayed * k).sum(-1, keepdim=True)
+        d_to_end = to_end * (dk_to_end * k).sum(-1, keepdim=True)
         # A decay between j and i contains the log decays of tokens j + 1 to i.
         between = d_exponents.cumsum(-1).tril_(-1).sum(-2)[..., :-1, None]
         dg = d_from_start.flip(-2).cumsum(-2).flip(-2)

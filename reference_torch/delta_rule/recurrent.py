@@ -24,7 +24,7 @@ def recurrent(
         k: keys. [B, T, H, K]
         v: values. [B, T, H, V]
         g: log decay, natural log, per channel or per head. [B, T, H, K or 1]
-        beta: fraction of the error that is corrected. [B, T, H, 1]
+        beta: write strength. [B, T, H, 1]
         initial: states before the sequences; None: zeros. [N, H, K, V]
         cu_seqlens: offsets of packed sequences, and the end; None: each row of the batch is a sequence.
 

@@ -1,13 +1,13 @@
 """The scan of states over chunks, forward and backward: the only sequential part of the chunked form.
 
-    e = u - w S                       errors of the chunk
-    o = q_decayed S + A_qk e
-    S <- diag(decay) S + k_decayed^T e
+    e = u - w S                       beta-weighted prediction errors of the chunk; v_new in flash-linear-attention
+    o = q_from_start S + A_qk e
+    S <- diag(decay) S + k_to_end^T e
 
 Backward runs from the last chunk to the first, where dS is the gradient of the final state of a chunk:
 
-    de = A_qk^T do + k_decayed dS
-    dS <- diag(decay) dS + q_decayed^T do - w^T de
+    de = A_qk^T do + k_to_end dS
+    dS <- diag(decay) dS + q_from_start^T do - w^T de
 
 All other gradients are products of these and the states, computed for all chunks at once.
 """
@@ -25,9 +25,10 @@ from reference_torch.delta_rule.intra import ChunkTerms, lower_product
 class Scanned(NamedTuple):
     """The results of a scan that outputs and backward need."""
 
-    states: Float[Tensor, "n r k v"]
-    """Initial states of the chunks."""
+    chunk_states: Float[Tensor, "n r k v"]
+    """States before the chunks."""
     errors: Float[Tensor, "n r c v"]
+    """Beta-weighted prediction errors of the tokens."""
 
 
 States = MutableMapping[int, Tensor]
@@ -45,20 +46,20 @@ def scan_chunks(terms: ChunkTerms, owners: Sequence[int], states: States) -> Sca
     Returns:
         Values for outputs and backward.
     """
-    starts = []
+    chunk_states = []
     errors = []
-    for owner, w, u, k_decayed, decay in zip(
-        owners, terms.w, terms.u, terms.k_decayed.mT, terms.decay[..., None], strict=True
+    for owner, w, u, k_to_end, decay in zip(
+        owners, terms.w, terms.u, terms.k_to_end.mT, terms.decay[..., None], strict=True
     ):
-        starts.append(states[owner])
+        chunk_states.append(states[owner])
         errors.append(torch.baddbmm(u, w, states[owner], alpha=-1))
-        states[owner] = torch.baddbmm(states[owner] * decay, k_decayed, errors[-1])
-    return Scanned(torch.stack(starts), torch.stack(errors))
+        states[owner] = torch.baddbmm(states[owner] * decay, k_to_end, errors[-1])
+    return Scanned(torch.stack(chunk_states), torch.stack(errors))
 
 
 def outputs(terms: ChunkTerms, scanned: Scanned) -> Float[Tensor, "n r c v"]:
     """Return the outputs of all tokens."""
-    return terms.q_decayed @ scanned.states + lower_product(terms.a_qk, scanned.errors)
+    return terms.q_from_start @ scanned.chunk_states + lower_product(terms.a_qk, scanned.errors)
 
 
 def scan_chunks_backward(
@@ -74,22 +75,22 @@ def scan_chunks_backward(
         d_states: gradients of the states after these chunks; changed to those of the states before them.
     """
     d_errors_output = terms.a_qk.mT @ d_output  # the parts of both gradients that come from the outputs
-    d_start_output = terms.q_decayed.mT @ d_output
+    d_start_output = terms.q_from_start.mT @ d_output
     d_ends = []
     d_errors = []
     for chunk, owner in reversed(list(enumerate(owners))):
         d_ends.append(d_states[owner])
-        d_errors.append(torch.baddbmm(d_errors_output[chunk], terms.k_decayed[chunk], d_ends[-1]))
+        d_errors.append(torch.baddbmm(d_errors_output[chunk], terms.k_to_end[chunk], d_ends[-1]))
         carried = torch.addcmul(d_start_output[chunk], terms.decay[chunk, ..., None], d_ends[-1])
         d_states[owner] = torch.baddbmm(carried, terms.w[chunk].mT, d_errors[-1], alpha=-1)
     d_after = torch.stack(d_ends[::-1])
     d_u = torch.stack(d_errors[::-1])
     by_channel = terms.decay.shape[-1] > 1
     return ChunkTerms(
-        w=-(d_u @ scanned.states.mT),
+        w=-(d_u @ scanned.chunk_states.mT),
         u=d_u,
-        q_decayed=d_output @ scanned.states.mT,
-        k_decayed=scanned.errors @ d_after.mT,
+        q_from_start=d_output @ scanned.chunk_states.mT,
+        k_to_end=scanned.errors @ d_after.mT,
         a_qk=d_output @ scanned.errors.mT,
-        decay=(scanned.states * d_after).sum(-1 if by_channel else (-2, -1)).view(terms.decay.shape),
+        decay=(scanned.chunk_states * d_after).sum(-1 if by_channel else (-2, -1)).view(terms.decay.shape),
     )

@@ -41,7 +41,7 @@ def written(module, backend: str, x, h_res, y, bias, h_post, **impl):
 
 
 R = {"impl": "reference"}
-DEEPSEEK = {"iterations": 7, "epsilon": 0.1, "mhc_epsilon": 1e-2, "transposed": True}
+DEEPSEEK = {"iterations": 7, "rms_epsilon": 0.1, "mhc_epsilon": 1e-2, "transposed": True}
 CASES = {
     "sinkhorn": Case(
         lambda k, b: k.sinkhorn,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from diptych_kernels import aot as ahead
 from diptych_kernels import autodiff_rules
-from diptych_kernels.launch_configs import CANDIDATES, Sinkhorn, Write
+from diptych_kernels.launch_configs import CANDIDATES, MappingOptions, Write
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 
@@ -117,7 +117,7 @@ def test_every_kernel_of_the_delta_rule_is_launched_and_has_candidates(per_chann
     launched = {r.launch.kernel.rsplit(".", 1)[1] for both in (True, False) for r in ahead.delta_rule(both)}
     assert launched == set(CANDIDATES) == found
     alone = {r.launch.kernel.rsplit(".", 1)[1] for r in ahead.delta_rule(per_channel)}
-    assert ("decayed" in alone, "products_by_head" in alone) == (per_channel, not per_channel)
+    assert ("decay_queries_and_keys" in alone, "terms_by_head" in alone) == (per_channel, not per_channel)
 
 
 @given(
@@ -142,7 +142,7 @@ def test_no_compiled_kernel_of_the_delta_rule_depends_on_the_number_of_tokens(
 def test_flops_and_bytes_of_the_delta_rule_are_those_of_the_design():
     """182 kFLOP and 1284 bytes a token and head are the least for KDA's forward at K = V = 128, C = 64."""
     forward = [r for r in ahead.delta_rule(True, parts=1) if "gradients" not in r.launch.kernel][:3]
-    assert [r.launch.kernel.rsplit(".", 1)[1] for r in forward] == ["terms_by_channel", "solve", "scan_forward"]
+    assert [r.launch.kernel.rsplit(".", 1)[1] for r in forward] == ["terms_by_channel", "invert", "scan_forward"]
     count = 8192 * 32
     assert 0.7 * 182_000 < sum(r.flops() for r in forward) / count < 1.1 * 182_000
     assert 1284 < sum(r.all_bytes() for r in forward) / count < 4_200
@@ -176,25 +176,26 @@ def test_bytes_of_a_connection_are_those_in_the_docs():
     def moved(operation, static, *inputs):
         return sum(entry.ideal_bytes(8192) for entry in ahead.launches_of(operation, static, inputs))
 
-    sinkhorn = Sinkhorn(20, "row", epsilon=1e-5)
+    options = MappingOptions(20, "row", rms_epsilon=1e-5)
     write = moved(autodiff_rules.WRITE, Write("mix", True, False), x, h_res, y, None, h, None, None, None)
-    mappings = moved(autodiff_rules.COMPUTE_MAPPINGS, sinkhorn, x, phi, alpha, bias)
+    mappings = moved(autodiff_rules.COMPUTE_MAPPINGS, options, x, phi, alpha, bias)
     aggregate = moved(autodiff_rules.AGGREGATE, None, x, h)
     addition = 3 * 2 * s * d
     totals = (
-        write + moved(autodiff_rules.READ_THROUGH, sinkhorn, x, phi, alpha, bias),
-        write + moved(autodiff_rules.READ, sinkhorn, x, phi, alpha, bias) + addition,
+        write + moved(autodiff_rules.READ_WITH_RESIDUAL, options, x, phi, alpha, bias),
+        write + moved(autodiff_rules.READ, options, x, phi, alpha, bias) + addition,
         write + mappings + aggregate + 2 * addition,
     )
     assert [round(total / 1000) for total in totals] == [411, 476, 599]
 
 
-@pytest.mark.parametrize(("operation", "width"), [("READ", 4096), ("READ_THROUGH", 100)])
+@pytest.mark.parametrize(("operation", "width"), [("READ", 4096), ("READ_WITH_RESIDUAL", 100)])
 def test_the_sum_of_gradients_compiles_with_and_without_that_of_the_write(operation, width):
     """Widths that are no multiple of a tile have another branch."""
     shapes = [((8192, 4, width), "bfloat16"), ((4 * width, 24), "float32"), ((3,), "float32"), ((24,), "float32")]
     inputs = [ahead.Shape(*shape) for shape in shapes]
-    launches = ahead.launches_of(getattr(autodiff_rules, operation), Sinkhorn(20, "row", epsilon=1e-5), inputs)
+    options = MappingOptions(20, "row", rms_epsilon=1e-5)
+    launches = ahead.launches_of(getattr(autodiff_rules, operation), options, inputs)
     (entry,) = (entry for entry in launches if entry.launch.kernel == "coefficients.project_backward")
     assert ahead.resources(entry, 90).spilled == 0
 
@@ -203,14 +204,17 @@ def test_the_sum_of_gradients_compiles_with_and_without_that_of_the_write(operat
 
 TOKEN_SIZED = {
     "x_ptr",
-    "y_ptr",
+    "residual_ptr",
+    "output_ptr",
     "out_ptr",
+    "next_ptr",
     "dx_ptr",
-    "dy_ptr",
+    "dresidual_ptr",
+    "doutput_ptr",
     "grad_ptr",
     "h_res_ptr",
     "dh_res_ptr",
-    "through_ptr",
+    "residual_grad_ptr",
     "projected_ptr",
     "dprojected_ptr",
     "logits_ptr",

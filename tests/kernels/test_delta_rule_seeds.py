@@ -50,7 +50,7 @@ def test_compose_waits_before_it_reads_what_it_wrote(back):
 @pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", "tf32"), ("float32", "tf32x3"), ("float64", "ieee")])
 def test_products_of_wide_numbers_are_as_exact_as_they_are(dtype, expected):
     """The interpreter knows no tf32: it would hide eleven bits."""
-    whatever = {"solve": "ieee", "compose": "ieee" if dtype == "float64" else "tf32x3"}
+    whatever = {"invert": "ieee", "compose": "ieee" if dtype == "float64" else "tf32x3"}
     precisions = {}
     for per_channel in (True, False):
         for recorded in ahead.delta_rule(per_channel, dtype=dtype, **SMALL):
@@ -148,11 +148,12 @@ def test_decays_have_the_digits_of_float32():
     g = -torch.from_numpy(np.random.default_rng(0).uniform(0.1, 1.6, (64, 1, 16))).float()
     call = launches.Call(True, 1.0, 64, 1, 1, 1, 1, 16, 16, 64, "bfloat16", "float32", "bfloat16")
     exact = g.double().cumsum(0)
-    for build in (launches.decayed, launches.terms_by_channel):
-        _, k_in, k_out, decay, *_ = torch_ops.run(build(Block(1, 16, 4), (64,), call), (ones, ones, g, chunks))
+    for build in (launches.decay_queries_and_keys, launches.terms_by_channel):
+        launch = build(Block(1, 16, 4), (64,), call)
+        _, k_from_start, k_to_end, decay, *_ = torch_ops.run(launch, (ones, ones, g, chunks))
         assert torch.allclose(decay.double(), exact[-1].exp()[None], rtol=1e-4, atol=0)
-        assert torch.allclose(k_in.double(), exact.exp(), rtol=2.0**-8, atol=0)
-        assert torch.allclose(k_out.double(), (exact[-1] - exact).exp(), rtol=2.0**-8, atol=0)
+        assert torch.allclose(k_from_start.double(), exact.exp(), rtol=2.0**-8, atol=0)
+        assert torch.allclose(k_to_end.double(), (exact[-1] - exact).exp(), rtol=2.0**-8, atol=0)
 
 
 @pytest.mark.parametrize("rule", RULES)

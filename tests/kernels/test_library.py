@@ -18,7 +18,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def write(**changes) -> torch.Tensor:
     arguments = dict(
-        residual=random(2, 3, 4, 8), h_res=random(2, 3, 4, 4), x=random(2, 3, 8), bias=None, h_post=random(2, 3, 4)
+        residual=random(2, 3, 4, 8), h_res=random(2, 3, 4, 4), output=random(2, 3, 8), bias=None, h_post=random(2, 3, 4)
     )
     return kernels.write_streams(**arguments | changes)
 
@@ -53,7 +53,7 @@ CALLS = {
     "write with bias": lambda: write(bias=random(8)),
     "write without mixing": lambda: write(h_res=None),
     "write without a residual": lambda: write(h_res=None, residual=None),
-    "mix alone": lambda: write(x=None, h_post=None),
+    "mix alone": lambda: write(output=None, h_post=None),
     "write with dropout": lambda: write(
         state=DropoutState(1, 2, torch.arange(6).reshape(2, 3), torch.zeros(2, 3, dtype=torch.int64)), rate=0.3, site=4
     ),

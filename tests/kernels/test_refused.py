@@ -42,11 +42,11 @@ REFUSED = {
     "last": (lambda: torch_ops.sinkhorn(torch.zeros(3, 3), 1, "both"), r"last: expected 'row' or 'column', got 'both'"),
     "two types": (
         lambda: torch_ops.write_streams(X, None, torch.zeros(2, 3, 8).half(), None, H),
-        r"x: expected the type of residual, float32, got float16; cast one of them",
+        r"output: expected the type of residual, float32, got float16; cast one of them",
     ),
-    "y without h_post": (
+    "output without h_post": (
         lambda: torch_ops.write_streams(X, None, torch.zeros(2, 3, 8), None, None),
-        r"write_streams: expected .*; got residual, x$",
+        r"write_streams: expected .*; got residual, output$",
     ),
     "nothing to write": (
         lambda: torch_ops.write_streams(X, None, None, None, None),

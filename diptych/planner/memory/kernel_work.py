@@ -52,10 +52,10 @@ class Instructions(NamedTuple):
 
 
 INSTRUCTIONS: Mapping[str, Instructions] = {
-    "decayed": Instructions(per_key=217),
+    "decay_queries_and_keys": Instructions(per_key=217),
     "terms_by_channel": Instructions(61, 195),
-    "products_by_head": Instructions(50, 25),
-    "solve": Instructions(94),
+    "terms_by_head": Instructions(50, 25),
+    "invert": Instructions(94),
     "scan_forward, kda": Instructions(per_value=70, per_both=52),
     "scan_forward, gdn": Instructions(per_value=74, per_both=65),
     "scan_forward of states, kda": Instructions(per_value=53, per_both=53),
@@ -194,13 +194,13 @@ class _Sizes:
 
     def forward(self) -> tuple[Work, ...]:
         """Return the launches of forward."""
-        name = "terms_by_channel" if self.is_kda else "products_by_head"
+        name = "terms_by_channel" if self.is_kda else "terms_by_head"
         products = 2 * self.qk + self.g + self.decays + self.pairs + self.wide_pairs + 3 * self.by_key * self.is_kda
         chunk_keys = self.chunk * self.key_columns
         inputs = self.terms + self.by_value + self.steps + 2 * self.pairs + self.states
         return (
             self._work(name, products, 4 * chunk_keys),
-            self._work("solve", self.wide_pairs + self.scalars + self.steps + self.pairs, self.chunk**2 / 3),
+            self._work("invert", self.wide_pairs + self.scalars + self.steps + self.pairs, self.chunk**2 / 3),
             self._scan("scan_forward", inputs + self.by_value + self.states, 6, 4),
         )
 
@@ -225,7 +225,7 @@ class _Sizes:
 
     def _decayed(self) -> tuple[Work, ...]:
         moved = 2 * self.qk + self.g + 3 * self.by_key + self.decays
-        return (self._work("decayed", moved, 0),) if self.is_kda else ()
+        return (self._work("decay_queries_and_keys", moved, 0),) if self.is_kda else ()
 
     def _channel_gradients(self) -> tuple[Work, ...]:
         slices = -(-self.shape.key // 16) * self.wide_scalars

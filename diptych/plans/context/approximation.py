@@ -1,7 +1,7 @@
 """Error bounds of the approximate state exchange, computed from gates and keys.
 
-A rank maps its initial state S to M S + H. Each token applies S -> (1 - c kk^T) D S + beta k v^T with a unit key k,
-D = diag(e^g) and c = beta |k|^2 for the key before normalization. The bounds are:
+A rank maps its initial state S to M S + S_local. Each token applies S -> (1 - c kk^T) D S + beta k v^T with a unit key
+k, D = diag(e^g) and c = beta |k|^2 for the key before normalization. The bounds are:
 
     |M|         is at most A, the product of e^(max g) max(1, |1 - c|)
     |S|         grows at most to e^(max g) max(1, |1 - c|) |S| + beta |k| |v|; if c <= 1, convexity of squares also
@@ -82,7 +82,7 @@ def rank_bounds(k: Any, v: Any, g: Any, beta: Any, cu_seqlens: Any, size: int, i
         k: keys, normalized if the rule normalizes them; HV / H consecutive value heads share a key head. [1, T, H, K]
         v: values. [1, T, HV, V]
         g: log decays after the gate, natural log, <= 0. [1, T, HV, K], for GDN [1, T, HV]
-        beta: step sizes. [1, T, HV]
+        beta: write strengths. [1, T, HV]
         cu_seqlens: start offsets of the sequences, and the total length. [N + 1] int32
         size: number of context-parallel ranks R.
         initial_state: initial states; None: zeros. [N, HV, K, V]

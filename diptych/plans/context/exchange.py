@@ -1,7 +1,7 @@
 """Exchange of states between context-parallel ranks: options, their validation, and communication costs.
 
-Exact exchanges: all_gather (all ranks receive all pairs (M, H)), ring (each rank sends its state to the next rank),
-scan (composed pairs over doubling distances), and pipelined (a rank computes after it receives its state, see
+Exact exchanges: all_gather (all ranks receive all pairs (M, S_local)), ring (each rank sends its state to the next
+rank), scan (composed pairs over doubling distances), and pipelined (a rank computes after it receives its state, see
 diptych.plans.schedule.wavefront). Approximate exchanges, whose errors diptych.plans.context.approximation bounds: ring
 truncated to the nearest ranks, with all ranks sending at the same time, and all_gather with M sent as a diagonal plus a
 low-rank product.
@@ -146,7 +146,7 @@ class ScanStep(NamedTuple):
     first_sender: int
     """First rank that sends; ranks before it have no composition."""
     is_last: bool
-    """True in the last round, which sends H only because no rank composes further."""
+    """True in the last round, which sends S_local only because no rank composes further."""
 
     def messages(self, size: int) -> int:
         """Return the number of messages of the round."""

@@ -1,9 +1,9 @@
 """Division of sequences over context-parallel ranks: the sequences in each rank's part, and their validation.
 
 Sequences follow each other without gaps and are cut into one equal part per rank, at any token. Only the first and the
-last sequence of a part may continue on other ranks. Over its last sequence, a rank applies an affine map S -> M S + H
-to the state it receives. Maps compose, so states can be gathered, passed from rank to rank, or scanned in a logarithmic
-number of rounds.
+last sequence of a part may continue on other ranks. Over its last sequence, a rank applies an affine map to the state
+it receives, S -> M S + S_local. Maps compose, so states can be gathered, passed from rank to rank, or scanned in a
+logarithmic number of rounds.
 
 A rank's sequences are computed with array operations of numpy or jax.numpy, because in a program that all ranks run,
 rank and offsets are unknown at compile time.

@@ -308,7 +308,7 @@ def check_streams(name: str, x: Operand) -> tuple[int, int, int, int]:
 
 
 def check_mappings(
-    x: Operand, phi: Operand, alpha: Operand, bias: Operand, epsilon: Any, mhc_epsilon: Any, is_head: bool = False
+    x: Operand, phi: Operand, alpha: Operand, bias: Operand, rms_epsilon: Any, mhc_epsilon: Any, is_head: bool = False
 ) -> None:
     """Reject parameters of a hyper-connection, or of a learned head, that do not fit the streams x [B, T, S, D]."""
     _, _, streams, width = check_streams("x", x)
@@ -317,7 +317,7 @@ def check_mappings(
     check_shape("phi", phi.shape, (streams * width, columns))
     check_shape("alpha", alpha.shape, (1 if is_head else 3,))
     check_shape("bias", bias.shape, (columns,))
-    check_epsilon(epsilon)
+    check_epsilon(rms_epsilon, "rms_epsilon")
     check_epsilon(mhc_epsilon, "mhc_epsilon")
 
 
@@ -335,22 +335,22 @@ def check_mix(h_res: Operand, residual: Operand) -> None:
     check_shape("h_res", h_res.shape, (*residual.shape[:-1], streams))
 
 
-def check_expanded(x: Operand, bias: Operand | None, h_post: Operand) -> None:
-    """Reject an output x [B, T, D], bias [D] and coefficients h_post [B, T, S] that do not fit each other."""
-    check_floating(x=x, bias=bias, h_post=h_post)
-    check_axes("x", x.shape, "BTD")
+def check_expanded(output: Operand, bias: Operand | None, h_post: Operand) -> None:
+    """Reject an output [B, T, D], bias [D] and coefficients h_post [B, T, S] that do not fit each other."""
+    check_floating(output=output, bias=bias, h_post=h_post)
+    check_axes("output", output.shape, "BTD")
     check_axes("h_post", h_post.shape, "BTS")
-    check_shape("h_post", h_post.shape, (*x.shape[:-1], h_post.shape[-1]))
-    check_bias(x, bias)
+    check_shape("h_post", h_post.shape, (*output.shape[:-1], h_post.shape[-1]))
+    check_bias(output, bias)
 
 
 def check_written(
-    residual: Operand, h_res: Operand | None, x: Operand, bias: Operand | None, h_post: Operand, rate: Any
+    residual: Operand, h_res: Operand | None, output: Operand, bias: Operand | None, h_post: Operand, rate: Any
 ) -> None:
     """Reject arguments of the write to the residual streams that do not fit each other."""
     *lead, streams, width = check_streams("residual", residual)
-    check_expanded(x, bias, h_post)
-    check_shape("x", x.shape, (*lead, width))
+    check_expanded(output, bias, h_post)
+    check_shape("output", output.shape, (*lead, width))
     check_shape("h_post", h_post.shape, (*lead, streams))
     if h_res is not None:
         check_mix(h_res, residual)

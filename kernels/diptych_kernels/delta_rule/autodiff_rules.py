@@ -3,8 +3,8 @@
 The form of the rules is that of kernels/diptych_kernels/autodiff_rules.py. Symbols are defined in products.py, scan.py
 and gradients.py.
 
-- Forward computes the products of each chunk's tokens, solves the triangular systems, and scans over the chunks. w and
-  u of the reference implementation are not stored.
+- Forward computes the products of each chunk's tokens, inverts the triangular matrices, and scans over the chunks. w
+  and u of the reference implementation are not stored.
 - Backward repeats the scan and stores the initial states and errors of the chunks, unless forward has saved them. It
   then scans in reverse, and computes the gradients of all chunks in parallel. The matrices of chunks (Matrices) are
   always saved.
@@ -12,16 +12,18 @@ and gradients.py.
 With context parallelism, a rank's first and last sequence may continue on other ranks. A sequence's part on one rank
 maps the state before it to the state after it,
 
-    S_last = M S_first + H            dS_first = M^T dS_last + dH
+    S_last = M S_first + S_local            dS_first = M^T dS_last + dS_local
 
-Forward first scans the last sequence from 0 and the identity, which gives the map [H | M] that the rank sends. Backward
-first scans the first sequence in reverse from dS_last = 0, which gives dH. The messages of other ranks complete the
+Forward first scans the last sequence from its initial state (0 if it starts on another rank) and the identity, which
+gives the map [S_local | M] that the rank sends. Backward first scans the first sequence in reverse from the gradient of
+its final state (0 if it continues on another rank), which gives dS_local. The messages of other ranks complete the
 initial states and the gradients of the final states.
 
 On one GPU, the same maps divide long sequences into parts that are scanned in parallel, if the heads alone give too few
 programs (``DeltaRule.parts``).
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from diptych_kernels.autodiff_rules import Array, Backend, Operation, dtype_name
@@ -29,7 +31,7 @@ from diptych_kernels.delta_rule import launch_configs
 from diptych_kernels.delta_rule.launch_configs import Call
 
 
-class StateExchange(Protocol):
+class KernelStateExchange(Protocol):
     """An exchange of states between context-parallel ranks; hashable.
 
     ``roles`` says where the rank's boundary sequences begin and end. Only the backend interprets it.
@@ -39,8 +41,8 @@ class StateExchange(Protocol):
         """Return the initial state of this rank's first sequence.
 
         Args:
-            maps: map [H | M] of this rank's last sequence. [1, HV, K, V + K]
-            roles: see StateExchange.
+            maps: map [S_local | M] of this rank's last sequence. [1, HV, K, V + K]
+            roles: see KernelStateExchange.
 
         Returns:
             The state that the earlier ranks compose of their maps. [HV, K, V]
@@ -51,10 +53,10 @@ class StateExchange(Protocol):
         """Return the gradient of the final state of this rank's last sequence.
 
         Args:
-            maps: map [H | M] of this rank's last sequence. [1, HV, K, V + K]
-            d_received: dH of this rank's first sequence, the part of the gradient of the received state that this
-                rank's tokens contribute. [HV, K, V]
-            roles: see StateExchange.
+            maps: map [S_local | M] of this rank's last sequence. [1, HV, K, V + K]
+            d_received: dS_local of this rank's first sequence, the part of the gradient of the received state that
+                this rank's tokens contribute. [HV, K, V]
+            roles: see KernelStateExchange.
 
         Returns:
             The gradient that the later ranks compose of their parts. [HV, K, V]
@@ -85,7 +87,7 @@ class DeltaRule(NamedTuple):
         chunk_size: tokens of a chunk; 16, 32 or 64. C
         recompute: recompute decayed queries and keys, states and errors in backward instead of saving them.
         parts: number of parts per sequence that are scanned in parallel; 1 for none.
-        ranks: exchange between context-parallel ranks; None if all sequences are complete.
+        exchange: exchange of states between context-parallel ranks; None if all sequences are complete.
     """
 
     per_channel: bool
@@ -93,36 +95,37 @@ class DeltaRule(NamedTuple):
     chunk_size: int
     recompute: bool = True
     parts: int = 1
-    ranks: StateExchange | None = None
+    exchange: KernelStateExchange | None = None
 
 
 class Matrices(NamedTuple):
-    """Matrices [NC, HV, C, C], step sizes and decays of the chunks, which products.py defines.
+    """Matrices [NC, HV, C, C], write strengths and decays of the chunks, which products.py defines.
 
     Args:
         a_qk: A_qk.
         a_kk: A_kk.
         inverse: inverse.
-        steps: step sizes beta. [NC, HV, C]
+        beta_chunks: write strengths beta; 0 for missing tokens. [NC, HV, C]
         decay: exp(G_C) [NC, HV, K], or with one decay per head exp(G) and exp(G_C - G) [NC, HV, 2, C].
     """
 
     a_qk: Array
     a_kk: Array
     inverse: Array
-    steps: Array
+    beta_chunks: Array
     decay: Array
 
 
 class Terms(NamedTuple):
     """Terms of the chunks that the scans read; products.py defines them.
 
-    With one decay per head, q_in, k_in and k_out are plain q, k and k, and the scans apply the decays.
+    With one decay per head, q_from_start, k_from_start and k_to_end are plain q, k and k, and the scans apply the
+    decays.
     """
 
-    q_in: Array
-    k_in: Array
-    k_out: Array
+    q_from_start: Array
+    k_from_start: Array
+    k_to_end: Array
     matrices: Matrices
 
 
@@ -134,7 +137,7 @@ class Inputs(NamedTuple):
         k: keys. [T, H, K]
         v: values. [T, HV, V]
         g: log decays. [T, HV, K], or [T, HV] for one decay per head
-        beta: step sizes. [T, HV]
+        beta: write strengths. [T, HV]
         initial: initial states. [N, HV, K, V]
         chunks: half-open token range of every chunk. [NC, 2] int32
         sequences: half-open token range and first chunk of every sequence. [N, 3] int32
@@ -179,7 +182,7 @@ class BoundarySequences(NamedTuple):
     Args:
         initial: initial state of the last sequence; 0 if it starts on another rank. [1, HV, K, V]
         sequences: first and last sequence, in the form of Inputs.sequences. [2, 3] int32
-        roles: see StateExchange.
+        roles: see KernelStateExchange.
     """
 
     initial: Array
@@ -194,21 +197,20 @@ NUM_MATRICES = len(Matrices._fields)
 
 def chunk_terms(backend: Backend, static: DeltaRule, inputs: Inputs, matrices: Matrices | None = None) -> Terms:
     """Compute the terms of all chunks; ``matrices`` are those that forward has computed, None in forward."""
-    q = inputs.q
-    k = inputs.k
     sizes = inputs.sizes(static)
-    arrays = (q, k, inputs.g, inputs.chunks)
-    if matrices is not None:
-        q_in, k_in, k_out, *_ = backend(launch_configs.decayed, sizes, *arrays) if static.per_channel else (q, k, k)
-        return Terms(q_in, k_in, k_out, matrices)
-    if static.per_channel:
-        q_in, k_in, k_out, decay, a_qk, a_kk = backend(launch_configs.terms_by_channel, sizes, *arrays)
-    else:
-        q_in = q
-        k_in = k_out = k
-        decay, a_qk, a_kk = backend(launch_configs.products_by_head, sizes, *arrays)
-    inverse, steps = backend(launch_configs.solve, sizes, a_kk, inputs.beta, inputs.chunks)
-    return Terms(q_in, k_in, k_out, Matrices(a_qk, a_kk, inverse, steps, decay))
+    arrays = (inputs.q, inputs.k, inputs.g, inputs.chunks)
+    decayed: Sequence[Array] = (inputs.q, inputs.k, inputs.k)
+    if matrices is None:
+        if static.per_channel:
+            *decayed, decay, a_qk, a_kk = backend(launch_configs.terms_by_channel, sizes, *arrays)
+        else:
+            decay, a_qk, a_kk = backend(launch_configs.terms_by_head, sizes, *arrays)
+        inverse, beta_chunks = backend(launch_configs.invert, sizes, a_kk, inputs.beta, inputs.chunks)
+        matrices = Matrices(a_qk, a_kk, inverse, beta_chunks, decay)
+    elif static.per_channel:
+        *decayed, _ = backend(launch_configs.decay_queries_and_keys, sizes, *arrays)
+    q_from_start, k_from_start, k_to_end = decayed
+    return Terms(q_from_start, k_from_start, k_to_end, matrices)
 
 
 def _scan_forward(
@@ -217,13 +219,13 @@ def _scan_forward(
     """Scan all sequences from their first chunk; see scan.scan_forward.
 
     Returns:
-        o, starts, errors and final; the flags of launch_configs.scan_forward exclude some of them.
+        o, chunk_states, errors and final; the flags of launch_configs.scan_forward exclude some of them.
     """
-    q_in, k_in, k_out, (a_qk, _, inverse, steps, decay) = terms
+    q_from_start, k_from_start, k_to_end, (a_qk, _, inverse, beta_chunks, decay) = terms
     if not flags.get("output"):  # what the kernel does not read needs no memory traffic
-        q_in = a_qk = steps
-    initial = steps if flags.get("from_zero") else inputs.initial
-    arrays = (q_in, k_in, k_out, inputs.v, decay, steps, a_qk, inverse, initial)
+        q_from_start = a_qk = beta_chunks
+    initial = beta_chunks if flags.get("from_zero") else inputs.initial
+    arrays = (q_from_start, k_from_start, k_to_end, inputs.v, decay, beta_chunks, a_qk, inverse, initial)
     return backend(launch_configs.scan_forward, inputs.sizes(static) | flags, *arrays, inputs.sequences)
 
 
@@ -235,19 +237,19 @@ def _scan_backward(
     Returns:
         dx, dends and dinitial; the flags of launch_configs.scan_backward exclude some of them.
     """
-    *decayed, (a_qk, _, inverse, steps, decay) = terms
-    arrays = (*decayed, decay, steps, a_qk, inverse, do, steps if flags.get("from_zero") else dfinal)
+    *decayed, (a_qk, _, inverse, beta_chunks, decay) = terms
+    arrays = (*decayed, decay, beta_chunks, a_qk, inverse, do, beta_chunks if flags.get("from_zero") else dfinal)
     return backend(launch_configs.scan_backward, inputs.sizes(static) | flags, *arrays, inputs.sequences)
 
 
 def _split_into_parts(backend: Backend, static: DeltaRule, inputs: Inputs, terms: Terms) -> tuple[Inputs, Array]:
     """Divide the sequences into parts that can be scanned in parallel.
 
-    A scan of all parts from zero gives their maps. S <- M S + H over the parts of a sequence then gives the state
-    before each part.
+    A scan of all parts from zero gives their maps. S <- M S + S_local over the parts of a sequence then gives the
+    state before each part.
 
     Returns:
-        The inputs with the parts as sequences, and the maps [H | M] of the parts [N * parts, HV, K, V + K].
+        The inputs with the parts as sequences, and the maps [S_local | M] of the parts [N * parts, HV, K, V + K].
     """
     parts = inputs._replace(sequences=inputs.part_sequences)
     *_, maps = _scan_forward(backend, static, parts, terms, maps=True, from_zero=True)
@@ -257,46 +259,47 @@ def _split_into_parts(backend: Backend, static: DeltaRule, inputs: Inputs, terms
 
 
 def _forward(backend: Backend, static: DeltaRule, *arrays: Array):
-    """Compute o and the final states from the fields of Inputs and, with ranks, of BoundarySequences.
+    """Compute o and the final states from the fields of Inputs and, with an exchange, of BoundarySequences.
 
-    Saved for backward are the arrays, with the initial states received from other ranks; with ranks, the map of the
-    last sequence; the matrices of the chunks; and without recompute, their other terms, starts and errors.
+    Saved for backward are the arrays, with the initial states received from other ranks; with an exchange, the map of
+    the last sequence; the matrices of the chunks; and without recompute, their other terms, chunk_states and errors.
     """
     inputs = Inputs(*arrays[:NUM_INPUTS])
-    ranks = static.ranks
-    boundary: Any = () if ranks is None else BoundarySequences(*arrays[NUM_INPUTS:])
+    exchange = static.exchange
+    boundary: Any = () if exchange is None else BoundarySequences(*arrays[NUM_INPUTS:])
     maps = ()
     terms = chunk_terms(backend, static, inputs)
-    if ranks is not None:
+    if exchange is not None:
         last = inputs._replace(initial=boundary.initial, sequences=boundary.sequences[1:])
         *_, last_map = _scan_forward(backend, static, last, terms, maps=True)
         maps = (last_map,)
-        received = ranks.exchange_forward(last_map, boundary.roles)
-        inputs = inputs._replace(initial=ranks.with_first(inputs.initial, received, boundary.roles))
+        received = exchange.exchange_forward(last_map, boundary.roles)
+        inputs = inputs._replace(initial=exchange.with_first(inputs.initial, received, boundary.roles))
     scanned = inputs
     if static.parts > 1:
         scanned, _ = _split_into_parts(backend, static, inputs, terms)
-    o, starts, errors, final = _scan_forward(backend, static, scanned, terms, output=True, save=not static.recompute)
+    flags = dict(output=True, save=not static.recompute)
+    o, chunk_states, errors, final = _scan_forward(backend, static, scanned, terms, **flags)
     final = final[static.parts - 1 :: static.parts]
-    if ranks is not None:
-        final = ranks.with_last(final, None, boundary.roles)
+    if exchange is not None:
+        final = exchange.with_last(final, None, boundary.roles)
     *decayed, matrices = terms
-    more = () if static.recompute else (*decayed, starts, errors)
+    more = () if static.recompute else (*decayed, chunk_states, errors)
     return (o, final), (*inputs, *boundary, *maps, *matrices, *more)
 
 
 def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfinal: Array):
     """Compute the gradients of all arrays of _forward; None for tables, roles and the boundary's initial state.
 
-    With ranks, dS of the last sequence comes from other ranks before the reverse scan. With parts, a reverse scan from
-    zero gives dH of every part, and dS <- M^T dS + dH gives the gradient of the state after each part.
+    With an exchange, dS of the last sequence comes from other ranks before the reverse scan. With parts, a reverse scan
+    from zero gives dS_local of every part, and dS <- M^T dS + dS_local gives the gradient of the state after each part.
     """
     inputs = Inputs(*saved[:NUM_INPUTS])
-    ranks = static.ranks
+    exchange = static.exchange
     boundary: Any = None
     last_map = None
     of_chunks = saved[NUM_INPUTS:]
-    if ranks is not None:
+    if exchange is not None:
         boundary = BoundarySequences(*of_chunks[:NUM_BOUNDARY])
         last_map = of_chunks[NUM_BOUNDARY]
         of_chunks = of_chunks[NUM_BOUNDARY + 1 :]
@@ -304,16 +307,16 @@ def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfin
     do = backend.cast(do, dtype_name(inputs.v))
     if static.recompute:
         terms = chunk_terms(backend, static, inputs, matrices)
-        starts = errors = None
+        chunk_states = errors = None
     else:
-        q_in, k_in, k_out, starts, errors = of_chunks[NUM_MATRICES:]
-        terms = Terms(q_in, k_in, k_out, matrices)
-    if ranks is not None:
-        dfinal = ranks.with_last(dfinal, None, boundary.roles)
+        q_from_start, k_from_start, k_to_end, chunk_states, errors = of_chunks[NUM_MATRICES:]
+        terms = Terms(q_from_start, k_from_start, k_to_end, matrices)
+    if exchange is not None:
+        dfinal = exchange.with_last(dfinal, None, boundary.roles)
         first = inputs._replace(sequences=boundary.sequences[:1])
         *_, d_received = _scan_backward(backend, static, first, terms, do, dfinal[:1])
-        d_sent = ranks.exchange_backward(last_map, d_received[0], boundary.roles)
-        dfinal = ranks.with_last(dfinal, d_sent, boundary.roles)
+        d_sent = exchange.exchange_backward(last_map, d_received[0], boundary.roles)
+        dfinal = exchange.with_last(dfinal, d_sent, boundary.roles)
     scanned = inputs
     if static.parts > 1:
         scanned, maps = _split_into_parts(backend, static, inputs, terms)
@@ -321,13 +324,13 @@ def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfin
         sizes = inputs.sizes(static) | dict(parts=static.parts, back=True)
         (dfinal,) = backend(launch_configs.compose, sizes, d_parts, maps, dfinal)
     if static.recompute:
-        _, starts, errors, _ = _scan_forward(backend, static, scanned, terms, save=True)
+        _, chunk_states, errors, _ = _scan_forward(backend, static, scanned, terms, save=True)
     dx, dends, dinitial = _scan_backward(backend, static, scanned, terms, do, dfinal, save=True)
     dinitial = dinitial[:: static.parts]
-    if ranks is not None:
-        dinitial = ranks.with_first(dinitial, None, boundary.roles)
-    gradients = _token_gradients(backend, static, inputs, terms, do, dx, starts, errors, dends)
-    return *gradients, dinitial, *([None] * (3 if ranks is None else 6))
+    if exchange is not None:
+        dinitial = exchange.with_first(dinitial, None, boundary.roles)
+    gradients = _token_gradients(backend, static, inputs, terms, do, dx, chunk_states, errors, dends)
+    return *gradients, dinitial, *([None] * (3 if exchange is None else 6))
 
 
 def _token_gradients(
@@ -337,7 +340,7 @@ def _token_gradients(
     terms: Terms,
     do: Array,
     dx: Array,
-    starts: Array,
+    chunk_states: Array,
     errors: Array,
     dends: Array,
 ) -> tuple[Array, ...]:
@@ -349,9 +352,9 @@ def _token_gradients(
         inputs: inputs of the operation.
         terms: terms of the chunks.
         do: gradient of the outputs. [T, HV, V]
-        dx: gradient of x = diag(beta) (v - k_in S). [T, HV, V]
-        starts: states before the chunks. [NC, HV, K, V]
-        errors: errors e of the delta rule. [T, HV, V]
+        dx: gradient of x = diag(beta) (v - k_from_start S). [T, HV, V]
+        chunk_states: states before the chunks. [NC, HV, K, V]
+        errors: beta-weighted prediction errors e. [T, HV, V]
         dends: gradients of the states after the chunks. [NC, HV, K, V]
 
     Returns:
@@ -359,16 +362,16 @@ def _token_gradients(
     """
     sizes = inputs.sizes(static)
     chunks = inputs.chunks
-    *state_terms, ddecay = backend(launch_configs.state_gradients, sizes, starts, dends, errors, dx, do, chunks)
+    *state_terms, ddecay = backend(launch_configs.state_gradients, sizes, chunk_states, dends, errors, dx, do, chunks)
     a_qk, a_kk, *_, decay = terms.matrices
     value_terms = (inputs.v, inputs.beta, errors, dx, do, a_kk, chunks)
     da_qk, da_kk, dv, dbeta = backend(launch_configs.product_gradients, sizes, *value_terms)
     tokens = (inputs.q, inputs.k, inputs.g, inputs.beta)
     if static.per_channel:
         arrays = (*tokens, da_qk, da_kk, *state_terms, dbeta, chunks)
-        dq, dk, rise, fall, dbetas = backend(launch_configs.channel_gradients, sizes, *arrays)
-        arrays = (rise, fall, decay, ddecay, dbetas, chunks)
-        dg, dbeta = backend(launch_configs.gate_gradients, sizes | {"slices": dbetas.shape[-1]}, *arrays)
+        dq, dk, rise, fall, dbeta_slices = backend(launch_configs.channel_gradients, sizes, *arrays)
+        arrays = (rise, fall, decay, ddecay, dbeta_slices, chunks)
+        dg, dbeta = backend(launch_configs.gate_gradients, sizes | {"slices": dbeta_slices.shape[-1]}, *arrays)
     else:
         arrays = (*tokens, decay, a_qk, a_kk, da_qk, da_kk, *state_terms, ddecay, dbeta, chunks)
         dq, dk, dg, dbeta = backend(launch_configs.head_gradients, sizes, *arrays)

@@ -1,19 +1,6 @@
 """Gradients of q, k, g and beta with one decay per channel.
 
-The formulas are those of gradients.py, for each channel c:
-
-    dq_i     = scale (exp(G_i) r_in_i + sum_{j <= i} dA_qk[i, j] exp(G_i - G_j) k_j)
-    row_i    = -beta_i exp(G_i) r_seen_i + sum_{j < i} dA_kk[i, j] exp(G_i - G_j) k_j
-    column_j = sum_{i > j} exp(G_i - G_j) (scale dA_qk[i, j] q_i + dA_kk[i, j] k_i)
-    out_j    = exp(G_C - G_j) r_out_j
-    dk_i     = row_i + column_i + out_i + scale dA_qk[i, i] q_i
-
-    rise_i   = q_i dq'_i + k_i (row_i - column_i)
-    fall_j   = k_j out_j
-    dg_t     = sum_{i >= t} rise_i + sum_{j < t} fall_j + exp(G_C) sum_v S dS
-
-dq' is dq without its term j = i. row_i is before_i of gradients.py, and column_j + out_j + scale dA_qk[j, j] q_j is its
-after_j. Other symbols are defined in gradients.py and products.py.
+The formulas are those of gradients.py, with elementwise products in dg.
 
 A program computes a slice of channels of a chunk; channels are independent. As in products.py, the sums are matrix
 products of the whole chunk if inputs have 16 bits and no channel of the slice decays too much, and otherwise consist of
@@ -51,16 +38,16 @@ def channel_gradients(
     beta_ptr,
     da_qk_ptr,
     da_kk_ptr,
-    r_in_ptr,
-    r_seen_ptr,
-    r_out_ptr,
+    dq_from_start_ptr,
+    dx_state_ptr,
+    dk_to_end_ptr,
     dbeta_ptr,
     chunks_ptr,
     dq_ptr,
     dk_ptr,
     rise_ptr,
     fall_ptr,
-    dbetas_ptr,
+    dbeta_slices_ptr,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -70,85 +57,92 @@ def channel_gradients(
     BK: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """Compute dq, dk, rise, fall [T, HV, K], and dbeta per slice of channels [T, HV, SLICES].
+    """Compute dq, dk, rise and fall [T, HV, K], and dbeta_slices [T, HV, SLICES], whose sum over slices is dbeta.
 
     A program computes a slice of channels of a chunk; grid (NC HV, SLICES).
+    dbeta is that of product_gradients, which the first slice adds.
     """
-    ACC: tl.constexpr = dbetas_ptr.dtype.element_ty
+    ACC: tl.constexpr = dbeta_slices_ptr.dtype.element_ty
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
     chunk, head, first, length = chunk_of(chunks_ptr, HV)
     slice_index = tl.program_id(1)
     o_k = slice_index * BK + tl.arange(0, BK)
-    group = head // (HV // H)
+    key_head = head // (HV // H)
     p_a = (chunk * HV + head) * (C * C)
-    b_since, is_mild = log_decays_since(g_ptr, first, length, head, HV, o_k, K, ACC, NARROW, C)
-    if is_mild:
+    b_since, is_factorable = log_decays_since(g_ptr, first, length, head, HV, o_k, K, ACC, NARROW, C)
+    if is_factorable:
         o_t = tl.arange(0, C)
         m_t = o_t < length
-        b_q = load_rows(q_ptr, first, o_t, m_t, group, H, o_k, K, ACC, K % BK == 0) * SCALE
-        b_k = load_rows(k_ptr, first, o_t, m_t, group, H, o_k, K, ACC, K % BK == 0)
+        b_q = load_rows(q_ptr, first, o_t, m_t, key_head, H, o_k, K, ACC, K % BK == 0) * SCALE
+        b_k = load_rows(k_ptr, first, o_t, m_t, key_head, H, o_k, K, ACC, K % BK == 0)
         b_decay = exp_of(b_since)
         b_growth = exp_of(-b_since)
-        b_dq, b_row, b_column = _with_whole_chunk(
+        b_dq, b_dk_row, b_dk_column = _with_whole_chunk(
             da_qk_ptr + p_a, da_kk_ptr + p_a, b_q, b_k, b_decay, b_growth, NARROW, PRECISION
         )
         b_first = tl.load(g_ptr + (first * HV + head) * K + o_k, mask=(o_k < K) & (0 * o_k < length), other=0.0).to(ACC)
         b_rest = tl.sum(tl.where((o_t == C - 1)[:, None], b_since, 0.0), 0)
-        b_before = b_decay * exp_of(b_first)[None, :]
-        b_after = b_growth * exp_of(b_rest)[None, :]
+        b_from_start = b_decay * exp_of(b_first)[None, :]
+        b_to_end = b_growth * exp_of(b_rest)[None, :]
         b_same = tl.load(da_qk_ptr + p_a + o_t * (C + 1)).to(ACC)
         _store_gradients(
-            beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbetas_ptr,
-            first, o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
+            beta_ptr, dq_from_start_ptr, dx_state_ptr, dk_to_end_ptr, dbeta_ptr,
+            dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbeta_slices_ptr, first, o_t, m_t, head, slice_index, o_k,
+            b_q, b_k, b_dq, b_dk_row, b_dk_column, b_same, b_from_start, b_to_end,
             HV, K, SCALE, SLICES, ACC,
         )  # fmt: skip
     else:
         for tile in tl.range(0, C // TILE, disable_licm=True):
             o_t = tile * TILE + tl.arange(0, TILE)
             m_t = o_t < length
-            b_q = load_rows(q_ptr, first, o_t, m_t, group, H, o_k, K, ACC) * SCALE
-            b_k = load_rows(k_ptr, first, o_t, m_t, group, H, o_k, K, ACC)
-            b_dq, b_row, b_column = _with_other_tiles(
-                q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, group, head, o_k,
+            b_q = load_rows(q_ptr, first, o_t, m_t, key_head, H, o_k, K, ACC) * SCALE
+            b_k = load_rows(k_ptr, first, o_t, m_t, key_head, H, o_k, K, ACC)
+            b_dq, b_dk_row, b_dk_column = _with_other_tiles(
+                q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, key_head, head, o_k,
                 H, HV, K, SCALE, PRECISION, ACC, C,
             )  # fmt: skip
-            b_dq, b_row, b_column = _with_own_tile(
-                k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, group, head, o_k,
-                b_q, b_k, b_dq, b_row, b_column, H, HV, K, ACC, C,
+            b_dq, b_dk_row, b_dk_column = _with_own_tile(
+                k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, key_head, head, o_k,
+                b_q, b_k, b_dq, b_dk_row, b_dk_column, H, HV, K, ACC, C,
             )  # fmt: skip
-            b_before, b_after = _decays_to_ends(g_ptr, first, length, tile, head, HV, o_k, K, ACC, C)
+            b_from_start, b_to_end = _decays_to_ends(g_ptr, first, length, tile, head, HV, o_k, K, ACC, C)
             b_same = tl.load(da_qk_ptr + p_a + (tile * TILE + tl.arange(0, TILE)) * (C + 1)).to(ACC)
             _store_gradients(
-                beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbetas_ptr,
-                first, o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
+                beta_ptr, dq_from_start_ptr, dx_state_ptr, dk_to_end_ptr, dbeta_ptr,
+                dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbeta_slices_ptr, first, o_t, m_t, head, slice_index, o_k,
+                b_q, b_k, b_dq, b_dk_row, b_dk_column, b_same, b_from_start, b_to_end,
                 HV, K, SCALE, SLICES, ACC,
             )  # fmt: skip
 
 
 @triton.jit
 def _store_gradients(
-    beta_ptr, r_in_ptr, r_seen_ptr, r_out_ptr, dbeta_ptr, dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbetas_ptr,
-    first, o_t, m_t, head, slice_index, o_k, b_q, b_k, b_dq, b_row, b_column, b_same, b_before, b_after,
+    beta_ptr, dq_from_start_ptr, dx_state_ptr, dk_to_end_ptr, dbeta_ptr,
+    dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbeta_slices_ptr, first, o_t, m_t, head, slice_index, o_k,
+    b_q, b_k, b_dq, b_dk_row, b_dk_column, b_same, b_from_start, b_to_end,
     HV: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr, SLICES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add the terms of the states to the sums over tokens, and store the gradients of the tokens o_t."""
     b_beta = load_scalars(beta_ptr, first, o_t, m_t, head, HV, ACC)
-    b_seen = load_rows(r_seen_ptr, first, o_t, m_t, head, HV, o_k, K, ACC) * b_before
-    b_dq += load_rows(r_in_ptr, first, o_t, m_t, head, HV, o_k, K, ACC) * b_before
-    b_row -= b_seen * b_beta[:, None]
-    b_out = load_rows(r_out_ptr, first, o_t, m_t, head, HV, o_k, K, ACC) * b_after
-    store_rows(rise_ptr, first, o_t, m_t, head, HV, o_k, K, b_q * b_dq + b_k * (b_row - b_column))
-    store_rows(fall_ptr, first, o_t, m_t, head, HV, o_k, K, b_k * b_out)
+    b_dx_state = load_rows(dx_state_ptr, first, o_t, m_t, head, HV, o_k, K, ACC) * b_from_start
+    b_dq += load_rows(dq_from_start_ptr, first, o_t, m_t, head, HV, o_k, K, ACC) * b_from_start
+    b_dk_row -= b_dx_state * b_beta[:, None]
+    b_dk_end = load_rows(dk_to_end_ptr, first, o_t, m_t, head, HV, o_k, K, ACC) * b_to_end
+    store_rows(rise_ptr, first, o_t, m_t, head, HV, o_k, K, b_q * b_dq + b_k * (b_dk_row - b_dk_column))
+    store_rows(fall_ptr, first, o_t, m_t, head, HV, o_k, K, b_k * b_dk_end)
     store_rows(dq_ptr, first, o_t, m_t, head, HV, o_k, K, (b_dq + b_same[:, None] * b_k) * SCALE)
-    store_rows(dk_ptr, first, o_t, m_t, head, HV, o_k, K, b_row + b_column + b_out + b_same[:, None] * b_q)
+    store_rows(dk_ptr, first, o_t, m_t, head, HV, o_k, K, b_dk_row + b_dk_column + b_dk_end + b_same[:, None] * b_q)
     is_first = (slice_index + 0 * o_t) == 0
-    b_dbeta = load_scalars(dbeta_ptr, first, o_t, m_t & is_first, head, HV, ACC) - tl.sum(b_k * b_seen, 1)
-    tl.store(dbetas_ptr + (first * HV + head) * SLICES + slice_index + o_t * (HV * SLICES), b_dbeta, mask=m_t)
+    b_dbeta = load_scalars(dbeta_ptr, first, o_t, m_t & is_first, head, HV, ACC) - tl.sum(b_k * b_dx_state, 1)
+    tl.store(dbeta_slices_ptr + (first * HV + head) * SLICES + slice_index + o_t * (HV * SLICES), b_dbeta, mask=m_t)
 
 
 @triton.jit
 def _with_whole_chunk(p_qk, p_kk, b_q, b_k, b_decay, b_growth, NARROW: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the sums over all tokens of a chunk, dq / SCALE, row and column, from decays since its first token."""
+    """Return the sums over all tokens of a chunk in dq / SCALE, dk_row and dk_column, without the state.
+
+    b_decay holds the decays since the chunk's first token, and b_growth one over them.
+    """
     C: tl.constexpr = b_q.shape[0]
     ACC: tl.constexpr = b_q.dtype
     o_i = tl.arange(0, C)[:, None]
@@ -158,27 +152,27 @@ def _with_whole_chunk(p_qk, p_kk, b_q, b_k, b_decay, b_growth, NARROW: tl.conste
     b_kk = tl.load(p_kk + o_i * C + o_j)  # 0 on and above the diagonal
     b_keys = (b_k * b_growth).to(NARROW)
     b_dq = tl.dot(b_qk, b_keys, input_precision=PRECISION, out_dtype=ACC) * b_decay
-    b_row = tl.dot(b_kk, b_keys, input_precision=PRECISION, out_dtype=ACC) * b_decay
+    b_dk_row = tl.dot(b_kk, b_keys, input_precision=PRECISION, out_dtype=ACC) * b_decay
     b_rows = (b_q * b_decay).to(NARROW)
-    b_column = tl.dot(tl.trans(b_qk), b_rows, input_precision=PRECISION, out_dtype=ACC)
+    b_dk_column = tl.dot(tl.trans(b_qk), b_rows, input_precision=PRECISION, out_dtype=ACC)
     b_rows = (b_k * b_decay).to(NARROW)
-    b_column = tl.dot(tl.trans(b_kk), b_rows, b_column, input_precision=PRECISION, out_dtype=ACC)
-    return b_dq, b_row, b_column * b_growth
+    b_dk_column = tl.dot(tl.trans(b_kk), b_rows, b_dk_column, input_precision=PRECISION, out_dtype=ACC)
+    return b_dq, b_dk_row, b_dk_column * b_growth
 
 
 @triton.jit
 def _with_own_tile(
-    k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, group, head, o_k,
-    b_q, b_k, b_dq, b_row, b_column,
+    k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, key_head, head, o_k,
+    b_q, b_k, b_dq, b_dk_row, b_dk_column,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums over the tokens of a tile to dq / SCALE, row and column of the same tile."""
+    """Add the sums over the tokens of a tile to dq / SCALE, dk_row and dk_column of the same tile."""
     BK: tl.constexpr = o_k.shape[0]
     o_r = tl.arange(0, TILE)
-    b_since, is_mild = log_decays_since(
+    b_since, is_factorable = log_decays_since(
         g_ptr, first + tile * TILE, length - tile * TILE, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE
     )
-    if is_mild:
+    if is_factorable:
         below = o_r[:, None] > o_r[None, :]
         b_qk = tl.where(below, load_tile(da_qk_ptr, p_a, tile, tile, C).to(ACC), 0.0)
         b_kk = tl.where(below, load_tile(da_kk_ptr, p_a, tile, tile, C).to(ACC), 0.0)
@@ -186,63 +180,63 @@ def _with_own_tile(
         b_growth = exp_of(-b_since)
         b_keys = b_k * b_growth
         b_dq += tl.dot(b_qk, b_keys, input_precision="tf32", out_dtype=ACC) * b_decay
-        b_row += tl.dot(b_kk, b_keys, input_precision="tf32", out_dtype=ACC) * b_decay
+        b_dk_row += tl.dot(b_kk, b_keys, input_precision="tf32", out_dtype=ACC) * b_decay
         b_own = tl.dot(tl.trans(b_qk), b_q * b_decay, input_precision="tf32", out_dtype=ACC)
         b_own = tl.dot(tl.trans(b_kk), b_k * b_decay, b_own, input_precision="tf32", out_dtype=ACC)
-        b_column += b_own * b_growth
+        b_dk_column += b_own * b_growth
     else:
         b_sums = tl.zeros([TILE, BK], ACC)
         for step in range(TILE):  # the order of _diagonal_tile in products.py
             column = TILE - 1 - step
             t = first + tile * TILE + column
             mask = (o_k < K) & ((tile * TILE + column + 0 * o_k) < length)
-            b_key = tl.load(k_ptr + (t * H + group) * K + o_k, mask=mask, other=0.0).to(ACC)
+            b_key = tl.load(k_ptr + (t * H + key_head) * K + o_k, mask=mask, other=0.0).to(ACC)
             b_decay = exp_of(b_sums)
             p_column = p_a + (tile * TILE + o_r) * C + tile * TILE + column
             b_qk = tl.where(o_r > column, tl.load(da_qk_ptr + p_column).to(ACC), 0.0)[:, None]
             b_kk = tl.where(o_r > column, tl.load(da_kk_ptr + p_column).to(ACC), 0.0)[:, None]
             b_dq += b_qk * b_decay * b_key[None, :]
-            b_row += b_kk * b_decay * b_key[None, :]
+            b_dk_row += b_kk * b_decay * b_key[None, :]
             b_own = tl.sum((b_qk * b_q + b_kk * b_k) * b_decay, 0)
-            b_column += tl.where((o_r == column)[:, None], b_own[None, :], 0.0)
+            b_dk_column += tl.where((o_r == column)[:, None], b_own[None, :], 0.0)
             b_g = tl.load(g_ptr + (t * HV + head) * K + o_k, mask=mask, other=0.0).to(ACC)
             b_sums = tl.where((o_r >= column)[:, None], b_sums + b_g[None, :], 0.0)
-    return b_dq, b_row, b_column
+    return b_dq, b_dk_row, b_dk_column
 
 
 @triton.jit
 def _with_other_tiles(
-    q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, group, head, o_k,
+    q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, key_head, head, o_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Return the contributions of earlier tiles to dq / SCALE and row, and of later tiles to column."""
+    """Return the contributions of earlier tiles to dq / SCALE and dk_row, and of later tiles to dk_column."""
     BK: tl.constexpr = o_k.shape[0]
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
     o_r = tl.arange(0, TILE)
     b_dq = tl.zeros([TILE, BK], ACC)
-    b_row = tl.zeros([TILE, BK], ACC)
-    b_column = tl.zeros([TILE, BK], ACC)
+    b_dk_row = tl.zeros([TILE, BK], ACC)
+    b_dk_column = tl.zeros([TILE, BK], ACC)
     b_since = tl.zeros([TILE, BK], ACC)
     b_until = tl.zeros([TILE, BK], ACC)
     for other in range(0, tile):
         o_j = other * TILE + o_r
         b_since, b_decay = decays_around(g_ptr, first, length, tile, other, head, HV, o_k, K, ACC, C)
-        b_keys = (load_rows(k_ptr, first, o_j, o_j < length, group, H, o_k, K, ACC) * b_decay).to(NARROW)
+        b_keys = (load_rows(k_ptr, first, o_j, o_j < length, key_head, H, o_k, K, ACC) * b_decay).to(NARROW)
         b_a = load_tile(da_qk_ptr, p_a, tile, other, C)
         b_dq = tl.dot(b_a, b_keys, b_dq, input_precision=PRECISION, out_dtype=ACC)
         b_a = load_tile(da_kk_ptr, p_a, tile, other, C)
-        b_row = tl.dot(b_a, b_keys, b_row, input_precision=PRECISION, out_dtype=ACC)
+        b_dk_row = tl.dot(b_a, b_keys, b_dk_row, input_precision=PRECISION, out_dtype=ACC)
     for other in range(tile + 1, C // TILE):
         o_i = other * TILE + o_r
         b_decay, b_until = _decays_from(g_ptr, first, length, other, tile, head, HV, o_k, K, ACC, C)
-        b_rows = (load_rows(q_ptr, first, o_i, o_i < length, group, H, o_k, K, ACC) * b_decay * SCALE).to(NARROW)
+        b_rows = (load_rows(q_ptr, first, o_i, o_i < length, key_head, H, o_k, K, ACC) * b_decay * SCALE).to(NARROW)
         b_a = tl.trans(load_tile(da_qk_ptr, p_a, other, tile, C))
-        b_column = tl.dot(b_a, b_rows, b_column, input_precision=PRECISION, out_dtype=ACC)
-        b_rows = (load_rows(k_ptr, first, o_i, o_i < length, group, H, o_k, K, ACC) * b_decay).to(NARROW)
+        b_dk_column = tl.dot(b_a, b_rows, b_dk_column, input_precision=PRECISION, out_dtype=ACC)
+        b_rows = (load_rows(k_ptr, first, o_i, o_i < length, key_head, H, o_k, K, ACC) * b_decay).to(NARROW)
         b_a = tl.trans(load_tile(da_kk_ptr, p_a, other, tile, C))
-        b_column = tl.dot(b_a, b_rows, b_column, input_precision=PRECISION, out_dtype=ACC)
-    return b_dq * b_since, b_row * b_since, b_column * b_until
+        b_dk_column = tl.dot(b_a, b_rows, b_dk_column, input_precision=PRECISION, out_dtype=ACC)
+    return b_dq * b_since, b_dk_row * b_since, b_dk_column * b_until
 
 
 @triton.jit
@@ -275,8 +269,8 @@ def _decays_to_ends(
     b_later = tl.sum(tl.where((o_c >= (tile + 1) * TILE)[:, None], b_all, 0.0), 0)
     b_own = load_rows(g_ptr, first, o_t, o_t < length, head, HV, o_k, K, ACC)
     b_next = load_rows(g_ptr, first + 1, o_t, (o_t + 1 < length) & (o_r < TILE - 1), head, HV, o_k, K, ACC)
-    b_before = exp_of(tl.cumsum(b_own, 0) + b_earlier[None, :])
-    return b_before, exp_of(tl.cumsum(b_next, 0, reverse=True) + b_later[None, :])
+    b_from_start = exp_of(tl.cumsum(b_own, 0) + b_earlier[None, :])
+    return b_from_start, exp_of(tl.cumsum(b_next, 0, reverse=True) + b_later[None, :])
 
 
 @triton.jit
@@ -285,7 +279,7 @@ def gate_gradients(
     fall_ptr,
     decay_ptr,
     ddecay_ptr,
-    dbetas_ptr,
+    dbeta_slices_ptr,
     chunks_ptr,
     dg_ptr,
     dbeta_ptr,
@@ -309,5 +303,5 @@ def gate_gradients(
     b_dg = tl.cumsum(b_rise, 0, reverse=True) + tl.cumsum(b_fall, 0) + b_whole[None, :]
     store_rows(dg_ptr, first, o_t, m_t, head, HV, o_k, K, b_dg)
     if tl.program_id(1) == 0:
-        b_dbeta = tl.sum(load_rows(dbetas_ptr, first, o_t, m_t, head, HV, tl.arange(0, SP), SLICES, ACC), 1)
+        b_dbeta = tl.sum(load_rows(dbeta_slices_ptr, first, o_t, m_t, head, HV, tl.arange(0, SP), SLICES, ACC), 1)
         tl.store(dbeta_ptr + first * HV + head + o_t * HV, b_dbeta, mask=m_t)

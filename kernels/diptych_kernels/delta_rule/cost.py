@@ -29,8 +29,8 @@ def flops(kernel: str, call: Call, constants: Mapping[str, Any]) -> int:
     pair = 2 * size * size
     by_chunk = {
         "terms_by_channel": 2 * tiles * 2 * TILE * TILE * key,
-        "products_by_head": 2 * pair * key,
-        "solve": size**3 // 3,
+        "terms_by_head": 2 * pair * key,
+        "invert": size**3 // 3,
         "scan_forward": width * (2 * state + pair + (state + pair if constants.get("OUTPUT") else 0)),
         "scan_backward": value * (3 * state + 2 * pair),
         "state_gradients": 3 * state * value,

@@ -26,10 +26,10 @@ MIN_CHUNKS_PER_PART = 8
 """Minimum number of chunks in a part."""
 
 CANDIDATES: dict[str, tuple[Block, ...]] = {
-    "decayed": (Block(1, 64, 8), Block(1, 32, 4), Block(1, 64, 4)),
+    "decay_queries_and_keys": (Block(1, 64, 8), Block(1, 32, 4), Block(1, 64, 4)),
     "terms_by_channel": (Block(1, 16, 4), Block(1, 32, 4)),
-    "products_by_head": (Block(1, 64, 4, 3), Block(1, 64, 4, 2), Block(1, 128, 4)),
-    "solve": (Block(1, 1, 4), Block(1, 1, 2), Block(1, 1, 1)),
+    "terms_by_head": (Block(1, 64, 4, 3), Block(1, 64, 4, 2), Block(1, 128, 4)),
+    "invert": (Block(1, 1, 4), Block(1, 1, 2), Block(1, 1, 1)),
     "scan_forward": (
         Block(1, 32, 4, 2),
         Block(1, 64, 4, 2),
@@ -165,19 +165,19 @@ def _programs(call: Call) -> int:
 
 
 def _decayed_outputs(call: Call) -> list:
-    """Return the outputs q_in, k_in, k_out and decay, or those of their gradients."""
+    """Return the outputs q_from_start, k_from_start, k_to_end and decay, or those of their gradients."""
     return [*[(call.by_channel, call.dtype)] * 3, ((call.chunks, call.value_heads, call.key), call.wide)]
 
 
-def decayed(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
-    """Configure the launch q, k, g, chunks -> q_in, k_in, k_out, decay."""
+def decay_queries_and_keys(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
+    """Configure the launch q, k, g, chunks -> q_from_start, k_from_start, k_to_end, decay."""
     columns = _columns(block, call, call.key)
     grid = (_programs(call), math.ceil(call.key / columns))
     constants = dict(H=call.heads, K=call.key, SCALE=call.scale, BK=columns)
-    return _launch("products", decayed, block, call, grid, _decayed_outputs(call), **constants)
+    return _launch("products", decay_queries_and_keys, block, call, grid, _decayed_outputs(call), **constants)
 
 
-def _products(builder: Callable, block: Block, call: Call, outputs: list) -> Launch:
+def _terms(builder: Callable, block: Block, call: Call, outputs: list) -> Launch:
     """Return a launch with one program per chunk and head, whose last outputs are A_qk and A_kk."""
     constants = dict(
         H=call.heads, K=call.key, SCALE=call.scale, PRECISION=_precision(call), BK=_columns(block, call, call.key)
@@ -187,20 +187,20 @@ def _products(builder: Callable, block: Block, call: Call, outputs: list) -> Lau
 
 
 def terms_by_channel(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
-    """Configure the launch q, k, g, chunks -> q_in, k_in, k_out, decay, A_qk, A_kk."""
-    return _products(terms_by_channel, block, call, _decayed_outputs(call))
+    """Configure the launch q, k, g, chunks -> q_from_start, k_from_start, k_to_end, decay, A_qk, A_kk."""
+    return _terms(terms_by_channel, block, call, _decayed_outputs(call))
 
 
-def products_by_head(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
+def terms_by_head(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch q, k, g, chunks -> decays, A_qk, A_kk."""
     decays = ((call.chunks, call.value_heads, 2, call.chunk_size), call.wide)
-    return _products(products_by_head, block, call, [decays])
+    return _terms(terms_by_head, block, call, [decays])
 
 
-def solve(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
-    """Configure the launch A_kk, beta, chunks -> inverse, steps."""
+def invert(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
+    """Configure the launch A_kk, beta, chunks -> inverse, beta_chunks."""
     outputs = [(call.pairs, call.dtype), (call.pairs[:3], call.wide)]
-    return _launch("products", solve, block, call, (_programs(call),), outputs, PRECISION="ieee")
+    return _launch("products", invert, block, call, (_programs(call),), outputs, PRECISION="ieee")
 
 
 def _scan(builder: Callable, block: Block, call: Call, width: int, outputs: list, **flags: int | bool) -> Launch:
@@ -235,7 +235,8 @@ def scan_forward(
 ) -> Launch:
     """Configure the launch; outputs that the flags exclude have shape [0].
 
-    q_in, k_in, k_out, v, decay, steps, A_qk, inverse, initial, sequences -> o, starts, errors, final.
+    q_from_start, k_from_start, k_to_end, v, decay, beta_chunks, A_qk, inverse, initial, sequences ->
+    o, chunk_states, errors, final.
 
     Args:
         block: tuned parameters.
@@ -243,7 +244,7 @@ def scan_forward(
         call: sizes of the call.
         output: write o.
         save: write the states before chunks and the errors, which backward reads.
-        maps: write [H | M] instead of the final states; see scan.scan_forward.
+        maps: write [S_local | M] instead of the final states; see scan.scan_forward.
         from_zero: start from states of 0 instead of ``initial``.
     """
     assert not (save and maps), "the kernel stores the initial states of chunks at offsets of W columns, not V"
@@ -263,7 +264,8 @@ def scan_backward(
 ) -> Launch:
     """Configure the launch; outputs that the flags exclude have shape [0]. from_zero starts from 0 instead of dfinal.
 
-    q_in, k_in, k_out, decay, steps, A_qk, inverse, do, dfinal, sequences -> dx, dends, dinitial.
+    q_from_start, k_from_start, k_to_end, decay, beta_chunks, A_qk, inverse, do, dfinal, sequences ->
+    dx, dends, dinitial.
     """
     outputs = [
         (call.by_value if save else (0,), call.dtype),
@@ -274,7 +276,7 @@ def scan_backward(
 
 
 def compose(block: Block, lead: tuple[int, ...], call: Call, parts: int, back: bool) -> Launch:
-    """Configure the launch H, maps, initial -> states between parts.
+    """Configure the launch S_local, maps, initial -> states between parts.
 
     Args:
         block: tuned parameters.
@@ -289,7 +291,7 @@ def compose(block: Block, lead: tuple[int, ...], call: Call, parts: int, back: b
         HV=call.value_heads,
         K=call.key,
         V=call.value,
-        HW=call.value if back else call.value + call.key,
+        LOCAL_COLUMNS=call.value if back else call.value + call.key,
         BACK=back,
         PRECISION={"float64": "ieee", "float32": "tf32x3"}[call.wide],
         KP=power_of_two(call.key, 16),
@@ -319,7 +321,10 @@ def parts_of(chunks: int, sequences: int, value_heads: int, value: int) -> int:
 
 
 def state_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
-    """Configure the launch starts, dends, errors, dx, do, chunks -> r_in, r_seen, r_out, ddecay."""
+    """Configure the launch whose outputs multiply states.
+
+    chunk_states, dends, errors, dx, do, chunks -> dq_from_start, dx_state, dk_to_end, ddecay.
+    """
     columns = _columns(block, call, call.key)
     values = _columns(block, call, call.value)
     grid = (_programs(call), math.ceil(call.key / columns))
@@ -328,7 +333,7 @@ def state_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
 
 
 def product_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
-    """Configure the launch v, beta, errors, dx, do, A_kk, chunks -> dA_qk, dA_kk, dv, dbeta without r_seen."""
+    """Configure the launch v, beta, errors, dx, do, A_kk, chunks -> dA_qk, dA_kk, dv, dbeta without dx_state."""
     outputs = [*[(call.pairs, call.dtype)] * 2, (call.by_value, call.dtype), (call.by_value[:2], call.wide)]
     constants = dict(V=call.value, PRECISION=_precision(call), BV=_columns(block, call, call.value))
     return _launch("gradients", product_gradients, block, call, (_programs(call),), outputs, **constants)
@@ -337,7 +342,7 @@ def product_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch
 def channel_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch for a decay per channel.
 
-    q, k, g, beta, dA_qk, dA_kk, r_in, r_seen, r_out, dbeta, chunks -> dq, dk, rise, fall, dbeta by slices.
+    q, k, g, beta, dA_qk, dA_kk, dq_from_start, dx_state, dk_to_end, dbeta, chunks -> dq, dk, rise, fall, dbeta_slices.
     """
     columns = _columns(block, call, call.key)
     slices = math.ceil(call.key / columns)
@@ -352,7 +357,7 @@ def channel_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch
 
 
 def gate_gradients(block: Block, lead: tuple[int, ...], call: Call, slices: int) -> Launch:
-    """Configure the launch rise, fall, decay, ddecay, dbeta by slices, chunks -> dg, dbeta.
+    """Configure the launch rise, fall, decay, ddecay, dbeta_slices, chunks -> dg, dbeta.
 
     ``slices`` is the number of slices of channels of channel_gradients.
     """
@@ -366,7 +371,8 @@ def gate_gradients(block: Block, lead: tuple[int, ...], call: Call, slices: int)
 def head_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch for a decay per head.
 
-    q, k, g, beta, decays, A_qk, A_kk, dA_qk, dA_kk, r_in, r_seen, r_out, ddecay, dbeta, chunks -> dq, dk, dg, dbeta.
+    q, k, g, beta, decays, A_qk, A_kk, dA_qk, dA_kk, dq_from_start, dx_state, dk_to_end, ddecay, dbeta, chunks ->
+    dq, dk, dg, dbeta_out.
     """
     outputs = [
         *[(call.by_channel, call.dtype)] * 2,

@@ -2,16 +2,18 @@
 
 In a chunk of C tokens, with channels c:
 
-    G_i        = sum_{t <= i} g_t
-    q_in_i     = scale q_i exp(G_i)
-    k_in_i     = k_i exp(G_i)
-    k_out_j    = k_j exp(G_C - G_j)
-    A_qk[i, j] = scale sum_c q_ic k_jc exp(G_ic - G_jc)      for i >= j, else 0
-    A_kk[i, j] =       sum_c k_ic k_jc exp(G_ic - G_jc)      for i > j, else 0
-    inverse    = (I + diag(beta) A_kk)^-1
+    G_i            = sum_{t <= i} g_t
+    q_from_start_i = scale q_i exp(G_i)
+    k_from_start_i = k_i exp(G_i)
+    k_to_end_j     = k_j exp(G_C - G_j)
+    A_qk[i, j]     = scale sum_c q_ic k_jc exp(G_ic - G_jc)      for i >= j, else 0
+    A_kk[i, j]     =       sum_c k_ic k_jc exp(G_ic - G_jc)      for i > j, else 0
+    inverse        = (I + diag(beta) A_kk)^-1
 
-q_i and k_i are the query and key of token i, g_i <= 0 its log decays and beta_i its step size. G_C is the sum over the
-whole chunk. q_in and k_in multiply the state before the chunk, and k_out contributes to the state after it.
+q_i and k_i are the query and key of token i, g_i <= 0 its log decays and beta_i its write strength. G_C is the sum over
+the whole chunk. q_from_start and k_from_start multiply the state before the chunk, and k_to_end contributes to the
+state after it. inverse diag(beta) is the UT transform of the chunk; with it, w = inverse diag(beta) k_from_start and
+u = inverse diag(beta) v are the WY representation (Yang et al. 2024, arXiv 2406.06484). The kernels form neither.
 
 A program computes one chunk of one head. Where each channel has its own decay (KDA) and inputs have 16 bits, A_qk and
 A_kk are matrix products of the whole chunk if no channel's log decays after the chunk's first token sum to less than
@@ -89,14 +91,14 @@ def load_scalars(x_ptr, first, o_t, m_t, head, H: tl.constexpr, ACC: tl.constexp
 
 
 @triton.jit
-def decayed(
+def decay_queries_and_keys(
     q_ptr,
     k_ptr,
     g_ptr,
     chunks_ptr,
-    q_in_ptr,
-    k_in_ptr,
-    k_out_ptr,
+    q_from_start_ptr,
+    k_from_start_ptr,
+    k_to_end_ptr,
     decay_ptr,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -105,12 +107,15 @@ def decayed(
     C: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Compute q_in, k_in, k_out [T, HV, K] and the decays exp(G_C) [NC, HV, K] of chunks; grid (NC HV, K / BK)."""
+    """Compute q_from_start, k_from_start, k_to_end [T, HV, K], and the decays exp(G_C) [NC, HV, K] of chunks.
+
+    grid (NC HV, K / BK)
+    """
     chunk, head, first, length = chunk_of(chunks_ptr, HV)
     o_k = tl.program_id(1) * BK + tl.arange(0, BK)
     _store_decayed(
-        q_ptr, k_ptr, g_ptr, q_in_ptr, k_in_ptr, k_out_ptr, decay_ptr, chunk, head, first, length, o_k, 0.0, 0.0,
-        H, HV, K, SCALE, C, BK, None, False,
+        q_ptr, k_ptr, g_ptr, q_from_start_ptr, k_from_start_ptr, k_to_end_ptr, decay_ptr,
+        chunk, head, first, length, o_k, 0.0, 0.0, H, HV, K, SCALE, C, BK, None, False,
     )  # fmt: skip
 
 
@@ -120,9 +125,9 @@ def terms_by_channel(
     k_ptr,
     g_ptr,
     chunks_ptr,
-    q_in_ptr,
-    k_in_ptr,
-    k_out_ptr,
+    q_from_start_ptr,
+    k_from_start_ptr,
+    k_to_end_ptr,
     decay_ptr,
     a_qk_ptr,
     a_kk_ptr,
@@ -134,25 +139,27 @@ def terms_by_channel(
     C: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Compute the results of ``decayed``, and A_qk and A_kk [NC, HV, C, C], with one decay per channel; grid (NC HV,).
+    """Compute the results of decay_queries_and_keys, and A_qk and A_kk [NC, HV, C, C], with one decay per channel.
 
-    Tiles above the diagonal are not written.
+    Tiles above the diagonal are not written. grid (NC HV,)
     """
     ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
     chunk, head, first, length = chunk_of(chunks_ptr, HV)
     p_a = (chunk * HV + head) * (C * C)
-    is_mild = (length >= 0) & (NARROW.primitive_bitwidth == 16)  # the first makes it a tensor, as the loop assigns
+    # length >= 0 is always true; it makes a tensor of the constant, because the loop assigns a tensor to it.
+    is_factorable = (length >= 0) & (NARROW.primitive_bitwidth == 16)
     b_qk = tl.zeros([C, C], ACC)
     b_kk = tl.zeros([C, C], ACC)
     for start in range(0, K, BK):
         o_k = start + tl.arange(0, BK)
         b_qk, b_kk, lowest = _store_decayed(
-            q_ptr, k_ptr, g_ptr, q_in_ptr, k_in_ptr, k_out_ptr, decay_ptr, chunk, head, first, length, o_k, b_qk, b_kk,
+            q_ptr, k_ptr, g_ptr, q_from_start_ptr, k_from_start_ptr, k_to_end_ptr, decay_ptr,
+            chunk, head, first, length, o_k, b_qk, b_kk,
             H, HV, K, SCALE, C, BK, PRECISION, NARROW.primitive_bitwidth == 16,
         )  # fmt: skip
-        is_mild = is_mild & (lowest > -LIMIT)
-    if is_mild:
+        is_factorable = is_factorable & (lowest > -LIMIT)
+    if is_factorable:
         o_i = tl.arange(0, C)[:, None]
         o_j = tl.arange(0, C)[None, :]
         m_a = o_i // TILE >= o_j // TILE
@@ -175,11 +182,12 @@ def terms_by_channel(
 
 @triton.jit
 def _store_decayed(
-    q_ptr, k_ptr, g_ptr, q_in_ptr, k_in_ptr, k_out_ptr, decay_ptr, chunk, head, first, length, o_k, b_qk, b_kk,
+    q_ptr, k_ptr, g_ptr, q_from_start_ptr, k_from_start_ptr, k_to_end_ptr, decay_ptr,
+    chunk, head, first, length, o_k, b_qk, b_kk,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, WITH_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Store q_in, k_in, k_out and the decays of some channels of a chunk, and add to its products.
+    """Store q_from_start, k_from_start, k_to_end and the decays of some channels of a chunk, and add to its products.
 
     Returns:
         b_qk and b_kk with the products of these channels added, unchanged without WITH_PRODUCTS, and the smallest log
@@ -189,7 +197,7 @@ def _store_decayed(
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
     o_c = tl.arange(0, C)
     m_t = o_c < length
-    group = head // (HV // H)
+    key_head = head // (HV // H)
     o_i = o_c[:, None]
     o_j = o_c[None, :]
     HAS_COLUMNS: tl.constexpr = K % BK == 0
@@ -205,22 +213,22 @@ def _store_decayed(
     m_decay = (o_i == C - 1) & (o_k < K)[None, :]
     p_decay = decay_ptr + (chunk * HV + head) * K
     tl.store(p_decay + tl.broadcast_to(o_k[None, :], b_decay.shape), b_decay * b_first, mask=m_decay)
-    b_q = load_rows(q_ptr, first, o_c, m_t, group, H, o_k, K, ACC, HAS_COLUMNS) * b_decay
-    b_keys = load_rows(k_ptr, first, o_c, m_t, group, H, o_k, K, ACC, HAS_COLUMNS)
+    b_q = load_rows(q_ptr, first, o_c, m_t, key_head, H, o_k, K, ACC, HAS_COLUMNS) * b_decay
+    b_keys = load_rows(k_ptr, first, o_c, m_t, key_head, H, o_k, K, ACC, HAS_COLUMNS)
     b_k = b_keys * b_decay
     lowest = tl.min(b_since)
     if WITH_PRODUCTS:  # infinite or NaN if the decay is strong
         b_grown = tl.trans((b_keys * exp_of(-b_since)).to(NARROW))
         b_qk = tl.dot(b_q.to(NARROW), b_grown, b_qk, input_precision=PRECISION, out_dtype=ACC)
         b_kk = tl.dot(b_k.to(NARROW), b_grown, b_kk, input_precision=PRECISION, out_dtype=ACC)
-    store_rows(q_in_ptr, first, o_c, m_t, head, HV, o_k, K, b_q * (b_first * SCALE), HAS_COLUMNS)
-    store_rows(k_in_ptr, first, o_c, m_t, head, HV, o_k, K, b_k * b_first, HAS_COLUMNS)
+    store_rows(q_from_start_ptr, first, o_c, m_t, head, HV, o_k, K, b_q * (b_first * SCALE), HAS_COLUMNS)
+    store_rows(k_from_start_ptr, first, o_c, m_t, head, HV, o_k, K, b_k * b_first, HAS_COLUMNS)
     if NARROW.primitive_bitwidth == 16:
-        b_after = _sums(o_j > o_i, b_high, b_low)
+        b_until_end = _sums(o_j > o_i, b_high, b_low)
     else:
         b_next = load_rows(g_ptr, first + 1, o_c, o_c + 1 < length, head, HV, o_k, K, ACC)
-        b_after = tl.cumsum(b_next, 0, reverse=True)
-    store_rows(k_out_ptr, first, o_c, m_t, head, HV, o_k, K, b_keys * exp_of(b_after), HAS_COLUMNS)
+        b_until_end = tl.cumsum(b_next, 0, reverse=True)
+    store_rows(k_to_end_ptr, first, o_c, m_t, head, HV, o_k, K, b_keys * exp_of(b_until_end), HAS_COLUMNS)
     return b_qk, b_kk, lowest
 
 
@@ -256,15 +264,17 @@ def _diagonal_tile(
     b_sums holds the sums of g from the token after the column to each row.
     """
     o_r = tl.arange(0, TILE)
-    group = head // (HV // H)
+    key_head = head // (HV // H)
     b_qk = tl.zeros([TILE, TILE], ACC)
     b_kk = tl.zeros([TILE, TILE], ACC)
     for start in range(0, K, BK):
         o_k = start + tl.arange(0, BK)
-        b_q = load_rows(q_ptr, first, o_r, o_r < length, group, H, o_k, K, ACC)
-        b_k = load_rows(k_ptr, first, o_r, o_r < length, group, H, o_k, K, ACC)
-        b_since, is_mild = log_decays_since(g_ptr, first, length, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE)
-        if is_mild:
+        b_q = load_rows(q_ptr, first, o_r, o_r < length, key_head, H, o_k, K, ACC)
+        b_k = load_rows(k_ptr, first, o_r, o_r < length, key_head, H, o_k, K, ACC)
+        b_since, is_factorable = log_decays_since(
+            g_ptr, first, length, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE
+        )
+        if is_factorable:
             b_keys = tl.trans(b_k * exp_of(-b_since))
             b_decay = exp_of(b_since)
             b_qk = tl.dot(b_q * b_decay, b_keys, b_qk, input_precision="tf32", out_dtype=ACC)
@@ -275,7 +285,7 @@ def _diagonal_tile(
                 column = TILE - 1 - step
                 t = first + column
                 mask = (o_k < K) & ((column + 0 * o_k) < length)
-                b_key = tl.load(k_ptr + (t * H + group) * K + o_k, mask=mask, other=0.0).to(ACC)
+                b_key = tl.load(k_ptr + (t * H + key_head) * K + o_k, mask=mask, other=0.0).to(ACC)
                 b_key = exp_of(b_sums) * b_key[None, :]
                 here = (o_r == column)[None, :]
                 b_qk += tl.where(here, tl.sum(b_q * b_key, 1)[:, None], 0.0)
@@ -291,8 +301,9 @@ def log_decays_since(
     g_ptr, first, length, head,
     HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return the log decays of ROWS tokens since ``first``, [ROWS, BK], and whether keys may be divided by the decays.
+    """Return the log decays of ROWS tokens since ``first``, [ROWS, BK], and is_factorable.
 
+    is_factorable is true if exp(G_i - G_j) may be the product of the decay of row i and one over the decay of key j.
     Types of more than 16 bits would lose digits: rounding of an exponent is relative to its size.
     """
     o_r = tl.arange(0, ROWS)
@@ -333,15 +344,15 @@ def _lower_tile(
     o_r = tl.arange(0, TILE)
     o_i = row * TILE + o_r
     o_j = column * TILE + o_r
-    group = head // (HV // H)
+    key_head = head // (HV // H)
     b_qk = tl.zeros([TILE, TILE], ACC)
     b_kk = tl.zeros([TILE, TILE], ACC)
     for start in range(0, K, BK):
         o_k = start + tl.arange(0, BK)
         b_since, b_until = decays_around(g_ptr, first, length, row, column, head, HV, o_k, K, ACC, C)
-        b_keys = tl.trans(load_rows(k_ptr, first, o_j, o_j < length, group, H, o_k, K, ACC) * b_until).to(NARROW)
-        b_q = (load_rows(q_ptr, first, o_i, o_i < length, group, H, o_k, K, ACC) * b_since).to(NARROW)
-        b_k = (load_rows(k_ptr, first, o_i, o_i < length, group, H, o_k, K, ACC) * b_since).to(NARROW)
+        b_keys = tl.trans(load_rows(k_ptr, first, o_j, o_j < length, key_head, H, o_k, K, ACC) * b_until).to(NARROW)
+        b_q = (load_rows(q_ptr, first, o_i, o_i < length, key_head, H, o_k, K, ACC) * b_since).to(NARROW)
+        b_k = (load_rows(k_ptr, first, o_i, o_i < length, key_head, H, o_k, K, ACC) * b_since).to(NARROW)
         b_qk = tl.dot(b_q, b_keys, b_qk, input_precision=PRECISION, out_dtype=ACC)
         b_kk = tl.dot(b_k, b_keys, b_kk, input_precision=PRECISION, out_dtype=ACC)
     return b_qk, b_kk
@@ -359,14 +370,14 @@ def decays_within(g_ptr, first, length, head, HV: tl.constexpr, ACC: tl.constexp
 
 @triton.jit
 def load_token_decays(decays_ptr, chunk, head, HV: tl.constexpr, C: tl.constexpr):
-    """Return exp(G) [C], exp(G_C - G) [C] and the scalar exp(G_C) from the decays of products_by_head."""
+    """Return exp(G) [C], exp(G_C - G) [C] and the scalar exp(G_C) from the decays of terms_by_head."""
     p_decays = decays_ptr + (chunk * HV + head) * (2 * C)
     o_c = tl.arange(0, C)
     return tl.load(p_decays + o_c), tl.load(p_decays + C + o_c), tl.load(p_decays + (C - 1))
 
 
 @triton.jit
-def products_by_head(
+def terms_by_head(
     q_ptr,
     k_ptr,
     g_ptr,
@@ -392,13 +403,13 @@ def products_by_head(
     chunk, head, first, length = chunk_of(chunks_ptr, HV)
     o_c = tl.arange(0, C)
     m_t = o_c < length
-    group = head // (HV // H)
+    key_head = head // (HV // H)
     b_qk = tl.zeros([C, C], ACC)
     b_kk = tl.zeros([C, C], ACC)
     for start in range(0, K, BK):
         o_k = start + tl.arange(0, BK)
-        b_q = load_rows(q_ptr, first, o_c, m_t, group, H, o_k, K, NARROW)
-        b_k = load_rows(k_ptr, first, o_c, m_t, group, H, o_k, K, NARROW)
+        b_q = load_rows(q_ptr, first, o_c, m_t, key_head, H, o_k, K, NARROW)
+        b_k = load_rows(k_ptr, first, o_c, m_t, key_head, H, o_k, K, NARROW)
         b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PRECISION, out_dtype=ACC)
         b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PRECISION, out_dtype=ACC)
     p_decays = decays_ptr + (chunk * HV + head) * (2 * C) + o_c
@@ -413,19 +424,19 @@ def products_by_head(
 
 
 @triton.jit
-def solve(
+def invert(
     a_kk_ptr,
     beta_ptr,
     chunks_ptr,
     inverse_ptr,
-    steps_ptr,
+    beta_chunks_ptr,
     HV: tl.constexpr,
     PRECISION: tl.constexpr,
     C: tl.constexpr,
 ):
     """Compute inverse [NC, HV, C, C] on and below the diagonal, C <= 64; grid (NC HV,).
 
-    Also copy the step sizes to [NC, HV, C], with 0 for missing tokens, so that the scans load a chunk's from one place.
+    Also copy beta to beta_chunks [NC, HV, C], with 0 for missing tokens, so that the scans load it from one place.
     Tiles below the diagonal are loaded before the substitution, so that a program waits for them once.
     """
     ACC: tl.constexpr = a_kk_ptr.dtype.element_ty
@@ -434,8 +445,8 @@ def solve(
     p_out = inverse_ptr + (chunk * HV + head) * (C * C)
     p_beta = beta_ptr + first * HV + head
     o_c = tl.arange(0, C)
-    b_steps = load_scalars(beta_ptr, first, o_c, o_c < length, head, HV, ACC)
-    tl.store(steps_ptr + (chunk * HV + head) * C + o_c, b_steps)
+    b_beta = load_scalars(beta_ptr, first, o_c, o_c < length, head, HV, ACC)
+    tl.store(beta_chunks_ptr + (chunk * HV + head) * C + o_c, b_beta)
     ROWS: tl.constexpr = C // TILE
     scaled = ()
     for row in tl.static_range(ROWS):

@@ -65,8 +65,8 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "contract_streams": {"x": STREAMS, "phi": (S * D, S), "alpha": (1,), "bias": (S,)},
     "aggregate": {"x": STREAMS, "h_pre": (B, T, S)},
     "apply_h_res": {"h_res": (B, T, S, S), "residual": STREAMS},
-    "apply_h_post": {"x": TOKENS, "bias": (D,), "h_post": (B, T, S)},
-    "write_streams": {"residual": STREAMS, "h_res": (B, T, S, S), "x": TOKENS, "bias": (D,), "h_post": (B, T, S)},
+    "apply_h_post": {"output": TOKENS, "bias": (D,), "h_post": (B, T, S)},
+    "write_streams": {"residual": STREAMS, "h_res": (B, T, S, S), "output": TOKENS, "bias": (D,), "h_post": (B, T, S)},
 }
 """Names of array arguments."""
 NUMBERS: dict[str, dict[str, Any]] = {
@@ -74,14 +74,21 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "rotary_embedding": {"base": 100.0},
     "dropout": {"rate": 0.4, "site": 3},
     "dropout_state": {"seed": 7, "step": 5, "seq_length": T},
-    "sinkhorn": {"iterations": 4, "last": "row", "epsilon": 1e-3},
-    "compute_mappings": {"iterations": 3, "last": "column", "epsilon": 1e-5, "mhc_epsilon": 1e-2, "transposed": True},
-    "read_streams": {"iterations": 3, "last": "row", "epsilon": 1e-5, "mhc_epsilon": 1e-2, "transposed": False},
-    "contract_streams": {"epsilon": 1e-5, "mhc_epsilon": 1e-2},
+    "sinkhorn": {"iterations": 4, "last": "row", "mhc_epsilon": 1e-3},
+    "compute_mappings": {
+        "iterations": 3,
+        "last": "column",
+        "rms_epsilon": 1e-5,
+        "mhc_epsilon": 1e-2,
+        "transposed": True,
+    },
+    "read_streams": {"iterations": 3, "last": "row", "rms_epsilon": 1e-5, "mhc_epsilon": 1e-2, "transposed": False},
+    "contract_streams": {"rms_epsilon": 1e-5, "mhc_epsilon": 1e-2},
     "write_streams": {"rate": 0.4, "site": 2},
 }
 BAD: dict[str, list[Any]] = {
     "epsilon": [float("nan"), float("inf"), -1.0, "0", None],
+    "rms_epsilon": [float("nan"), float("inf"), -1.0, "0", None],
     "mhc_epsilon": [float("nan"), float("inf"), -1.0, "0", None],
     "base": [0.0, -1.0, float("inf"), "10"],
     "rate": [1.0, 1.5, -0.5, float("nan"), "0.1", None, True],
