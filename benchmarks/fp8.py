@@ -1,4 +1,4 @@
-"""Time of linear maps in FP8 on a GPU, beside bfloat16 and torchao.
+"""Time of linear layers in FP8 on a GPU, beside bfloat16 and torchao.
 
     python -m benchmarks.fp8              (make bench NAME=fp8; writes benchmarks/results/fp8-<gpu>-<date>.json)
 

@@ -30,8 +30,8 @@ def pack(x: Float[Array, "*b k"]) -> UInt8[Array, "*b p"]:
     Args:
         x: the array. [..., K]
     """
-    values, inverse = quantize(lax.stop_gradient(x).reshape(-1, x.shape[-1]), QUANTIZATION)
-    exponents = lax.bitcast_convert_type(1 / inverse, jnp.int32) >> 23 & 255
+    values, scale_inv = quantize(lax.stop_gradient(x).reshape(-1, x.shape[-1]), QUANTIZATION)
+    exponents = lax.bitcast_convert_type(1 / scale_inv, jnp.int32) >> 23 & 255
     elements = lax.bitcast_convert_type(values, jnp.uint8)
     joined = jnp.concatenate([elements, exponents.astype(jnp.uint8)], axis=1)
     return joined.reshape(*x.shape[:-1], packed_width(x.shape[-1]))
@@ -46,9 +46,9 @@ def unpack(packed: UInt8[Array, "*b p"], width: int, dtype: DTypeLike) -> Float[
         dtype: type of the result.
     """
     rows = packed.reshape(-1, packed.shape[-1])
-    inverse = 1 / lax.bitcast_convert_type(rows[:, width:].astype(jnp.int32) << 23, jnp.float32)
+    scale_inv = 1 / lax.bitcast_convert_type(rows[:, width:].astype(jnp.int32) << 23, jnp.float32)
     values = lax.bitcast_convert_type(rows[:, :width], jnp.float8_e4m3fn)
-    return dequantize(values, inverse, QUANTIZATION).astype(dtype).reshape(*packed.shape[:-1], width)
+    return dequantize(values, scale_inv, QUANTIZATION).astype(dtype).reshape(*packed.shape[:-1], width)
 
 
 def packed_for_backward(x: Float[Array, "*b k"], name: str | None) -> UInt8[Array, "*b p"] | None:
@@ -77,13 +77,13 @@ def _packed_first(y: Array, packed: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class PackedProducts(LinearProducts):
-    """Products whose gradients read an input that was saved packed."""
+    """Matrix products whose gradients read an input that was saved packed."""
 
     products: LinearProducts
 
     def __call__(self, x: Array, weight: Array, scales: Array | None = None, packed: Array | None = None) -> Array:
         """Return x @ weight.T, differentiably; ``packed`` is x as packed_for_backward returns it."""
-        assert packed is not None, "a map with packed products packs its input"
+        assert packed is not None, "a layer with packed products packs its input"
         return _packed_linear(self, *match_varying_axes((x, weight, scales, packed)))
 
     def read(self, saved: Array, width: int, dtype: DTypeLike) -> Array:
@@ -106,7 +106,7 @@ def _packed_linear(products: PackedProducts, x: Array, weight: Array, scales: Ar
 
 
 Saved = tuple[Array, Array, Array | None]
-"""Packed input, weight and scales of a linear map."""
+"""Packed input, weight and scales of a linear layer."""
 
 
 def _forward(
@@ -118,13 +118,13 @@ def _forward(
 
 
 def _backward(products: PackedProducts, saved: Saved, gradient: Array) -> tuple[Array, Array, None, None]:
-    """Return the gradients of both operands; each is one product."""
+    """Return the gradients of both operands; each is one matrix product."""
 
     def gradients(saved: Saved, gradient: Array) -> tuple[Array, Array]:
         packed, weight, scales = saved
         x = products.read(packed, weight.shape[1], gradient.dtype)
-        of_weight = products.weight_gradient(x, gradient, scales).astype(weight.dtype)
-        return products.input_gradient(x, weight, gradient, scales), of_weight
+        d_weight = products.weight_gradient(x, gradient, scales).astype(weight.dtype)
+        return products.input_gradient(x, weight, gradient, scales), d_weight
 
     return *_once(gradients, saved, gradient), None, None
 
@@ -148,7 +148,7 @@ def packed_grouped_linear(
         weight: a matrix for each group. [E, O, I]
         sizes: number of rows of each group.
         packed: the rows as packed_for_backward returns them. [M, packed_width(I)]
-        recipe: how the arrays are quantised for products of 8-bit floats; None: not at all.
+        recipe: how the arrays are quantised for matrix products of 8-bit floats; None: not at all.
         scales: see fp8.fp8_linear.
         ranks: see fp8.fp8_linear.
 
@@ -161,7 +161,7 @@ def packed_grouped_linear(
 def _by_groups(
     how: tuple[ProductRecipe | None, SharingRanks], x: Array, weight: Array, sizes: Array, scales: Array | None
 ) -> Array:
-    """Return the rows of packed_grouped_linear by plain products, or by the products of a recipe."""
+    """Return the rows of packed_grouped_linear by plain matrix products, or by those of a recipe."""
     recipe, ranks = how
     return (
         grouped_linear(x, weight, sizes)

@@ -28,8 +28,8 @@ def delayed_scales(history: Float[Array, "3 1 1 e"], recipe: ProductRecipe, fact
     """Return the scales of inputs, weights and gradients, float32.
 
     Args:
-        history: history of a linear map. SHAPE
-        recipe: how the map quantises.
+        history: history of a linear layer. SHAPE
+        recipe: how the layer quantises.
         factor: factor by which the gradients of backward exceed the gradients of the step's mean loss.
 
     Returns:
@@ -48,10 +48,10 @@ def observe(
     history: Float[Array, "3 1 1 e"],
     factor: int,
 ) -> Float[Array, "*b o"]:
-    """Return y; backward returns what it observes of the arrays of the linear map as the gradient of the history.
+    """Return y; backward returns what it observes of the arrays of the linear layer as the gradient of the history.
 
     Args:
-        y: output of the map. [..., O]
+        y: output of the layer. [..., O]
         x: its input. [..., I]
         weight: its weight. [O, I], or [E, O, I] of experts
         history: its history. SHAPE
@@ -71,8 +71,8 @@ def _observe(y: Array, x: Array, weight: Array, history: Array, factor: int) -> 
 def _forward(y: Array, x: Array, weight: Array, history: Array, factor: int) -> tuple[Array, Array]:
     """Return the output, and save the exponents of input and weight."""
     del history, factor
-    of_weight = _exponent(rounded_to(amax(weight), x.dtype))  # as if its elements had been rounded
-    return y, jnp.stack([_exponent(x), of_weight])
+    weight_exponent = _exponent(rounded_to(amax(weight), x.dtype))  # as if its elements had been rounded
+    return y, jnp.stack([_exponent(x), weight_exponent])
 
 
 def _backward(factor: int, exponents: Array, gradient: Array) -> tuple[Array, None, None, Array]:

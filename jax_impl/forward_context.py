@@ -13,7 +13,7 @@ from jax_impl.aux_loss import AuxLossSum
 from jax_impl.cache import DecodingCache
 from jax_impl.documents import PackedDocuments
 from jax_impl.ops import DropoutState
-from jax_impl.tensor_parallel import WHOLE, TensorParallel
+from jax_impl.tensor_parallel import UNSHARDED, TensorParallel
 
 
 class ForwardContext(NamedTuple):
@@ -32,5 +32,5 @@ class ForwardContext(NamedTuple):
     """State of the previous tokens, changed in place; None: there are none."""
     aux_loss: AuxLossSum | None = None
     """Sum to which layers of experts add their load-balancing loss; None: they compute none."""
-    tensor_parallel: TensorParallel = WHOLE
+    tensor_parallel: TensorParallel = UNSHARDED
     """The ranks that share the layers."""

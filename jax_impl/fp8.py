@@ -1,4 +1,4 @@
-"""Linear maps by products of 8-bit floats in JAX; diptych/plans/fp8.py defines what they compute.
+"""Linear layers by matrix products of 8-bit floats in JAX; diptych/plans/fp8.py defines what they compute.
 
 Mirrors ``reference_torch/fp8.py``.
 """
@@ -21,7 +21,7 @@ from jax_impl.operands import operand
 
 INPUTS, WEIGHTS, GRADIENTS = range(3)
 """Indices into a recipe and into scales."""
-Scales = tuple[Array, Array] | None
+ScalePair = tuple[Array, Array] | None
 """Scales of two operands that come from earlier steps."""
 
 
@@ -39,9 +39,9 @@ class SharingRanks:
 
 
 ALONE = SharingRanks()
-"""One rank, which has whole arrays."""
-Kinds = tuple[Quantization, Quantization, SharingRanks]
-"""Quantisation of both operands of a product, and the ranks that have other parts of them."""
+"""One rank, which has unsharded arrays."""
+OperandRecipes = tuple[Quantization, Quantization, SharingRanks]
+"""Quantisation of both operands of a matrix product, and the ranks that have other parts of them."""
 
 
 def quantize(
@@ -70,19 +70,19 @@ def quantize(
     else:
         maxima = _maxima(wide, quantization)
         scales = _scales(ranks.largest(maxima) if quantization.block is None else maxima, quantization)
-    scaled = wide * _spread(scales, wide.shape, quantization)
+    scaled = wide * _expand_scales(scales, wide.shape, quantization)
     clipped = jnp.where(jnp.isnan(scaled), scaled, jnp.clip(scaled, -largest, largest))
     return _rounded(clipped, quantization.dtype).astype(quantization.dtype), 1 / scales
 
 
-def dequantize(values: Array, inverse: Float[Array, "a b"], quantization: Quantization) -> Float[Array, "n k"]:
+def dequantize(values: Array, scale_inv: Float[Array, "a b"], quantization: Quantization) -> Float[Array, "n k"]:
     """Return the values [N, K] float32 of a quantised matrix; the arguments are the results of ``quantize``."""
-    return values.astype(jnp.float32) * _spread(inverse, values.shape, quantization)
+    return values.astype(jnp.float32) * _expand_scales(scale_inv, values.shape, quantization)
 
 
 def amax(x: Array) -> Array:
     """Return the largest absolute value of an array: infinity if it has a NaN (PyTorch: NaN), 0 without elements."""
-    return _sizes(x).max(initial=0)
+    return _magnitudes(x).max(initial=0)
 
 
 def rounded_to(x: Array, dtype: DTypeLike) -> Array:
@@ -107,9 +107,9 @@ def fp8_linear(
     scales: Float[Array, "3"] | None = None,
     ranks: SharingRanks = ALONE,
 ) -> Float[Array, "*b o"]:
-    """Return x @ weight.T by products of 8-bit floats, forward and backward.
+    """Return x @ weight.T by matrix products of 8-bit floats, forward and backward.
 
-    The weight is rounded to the type of x before it is quantised, and its gradient after it is computed, as in products
+    The weight is rounded to the type of x before it is quantised, and its gradient after it is computed, as in layers
     without FP8. Backward quantises x again instead of saving it in 8 bits.
 
     Args:
@@ -134,7 +134,7 @@ def fp8_linear(
 
 @dataclass(frozen=True)
 class Fp8Products(LinearProducts):
-    """The products of fp8_linear and of its gradients."""
+    """The matrix products of fp8_linear and of its gradients."""
 
     recipe: ProductRecipe
     ranks: SharingRanks = ALONE
@@ -142,70 +142,74 @@ class Fp8Products(LinearProducts):
 
     def __call__(self, x: Array, weight: Array, scales: Array | None = None, packed: Array | None = None) -> Array:
         """Return x @ weight.T in the type of x, differentiably."""
-        del packed
+        del packed  # only PackedProducts of activation_storage saves x packed
         return _linear(self, *match_varying_axes((x, weight, scales)))
 
     def input_gradient(self, x: Array, weight: Array, gradient: Array, scales: Array | None = None) -> Array:
         """Return the gradient of x, in its shape and type, from that of the output."""
         rounded = rounded_to(weight, x.dtype)
-        d_x = _product_once(as_matrix(gradient), rounded.T, *self.kinds(GRADIENTS, WEIGHTS, scales))
+        d_x = _matrix_product_once(as_matrix(gradient), rounded.T, *self.for_operands(GRADIENTS, WEIGHTS, scales))
         return d_x.astype(x.dtype).reshape(x.shape)
 
     def weight_gradient(self, x: Array, gradient: Array, scales: Array | None = None) -> Array:
         """Return the gradient [O, I] float32 of the weight, from the input and the gradient of the output."""
-        of_weight = _product_once(as_matrix(gradient).T, as_matrix(x).T, *self.kinds(GRADIENTS, INPUTS, scales))
-        return rounded_to(of_weight, x.dtype)
+        d_weight = _matrix_product_once(
+            as_matrix(gradient).T, as_matrix(x).T, *self.for_operands(GRADIENTS, INPUTS, scales)
+        )
+        return rounded_to(d_weight, x.dtype)
 
-    def kinds(self, a: int, b: int, scales: Array | None) -> tuple[Scales, Kinds]:
+    def for_operands(self, a: int, b: int, scales: Array | None) -> tuple[ScalePair, OperandRecipes]:
         """Return the scales of operands that are inputs, weights or gradients, and how they are quantised."""
         return None if scales is None else (scales[a], scales[b]), (self.recipe[a], self.recipe[b], self.ranks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(products: Fp8Products, x: Array, weight: Array, scales: Array | None) -> Array:
-    """Return the product of fp8_linear."""
-    y = _product(as_matrix(x), rounded_to(weight, x.dtype), *products.kinds(INPUTS, WEIGHTS, scales))
+    """Return the result of fp8_linear."""
+    y = _matrix_product(as_matrix(x), rounded_to(weight, x.dtype), *products.for_operands(INPUTS, WEIGHTS, scales))
     return y.astype(x.dtype).reshape(*x.shape[:-1], len(weight))
 
 
 Saved = tuple[Array, Array, Array | None]
-"""Operands and scales of a linear map."""
+"""Operands and scales of a linear layer."""
 
 
 def _forward(products: Fp8Products, x: Array, weight: Array, scales: Array | None) -> tuple[Array, Saved]:
-    """Return the product, and save its operands as they are."""
+    """Return the matrix product, and save its operands as they are."""
     return _linear(products, x, weight, scales), (x, weight, scales)
 
 
 def _backward(products: Fp8Products, saved: Saved, gradient: Array) -> tuple[Array, Array, None]:
-    """Return the gradients of both operands; each is one product."""
+    """Return the gradients of both operands; each is one matrix product."""
     x, weight, scales = saved
-    of_weight = products.weight_gradient(x, gradient, scales).astype(weight.dtype)
-    return products.input_gradient(x, weight, gradient, scales), of_weight, None
+    d_weight = products.weight_gradient(x, gradient, scales).astype(weight.dtype)
+    return products.input_gradient(x, weight, gradient, scales), d_weight, None
 
 
 _linear.defvjp(_forward, _backward)
 
 
-def _product(a: Array, b: Array, scales: Scales, kinds: Kinds) -> Array:
+def _matrix_product(a: Array, b: Array, scales: ScalePair, recipes: OperandRecipes) -> Array:
     """Return a @ b.T [N, O] float32 of matrices [N, K] and [O, K], quantised."""
     scale_a, scale_b = scales or (None, None)
-    of_a, of_b, ranks = kinds
-    a, inverse_a = quantize(a, of_a, scale_a, ranks)
-    b, inverse_b = quantize(b, of_b, scale_b, ranks)
+    of_a, of_b, ranks = recipes
+    a, scale_inv_a = quantize(a, of_a, scale_a, ranks)
+    b, scale_inv_b = quantize(b, of_b, scale_b, ranks)
     if of_a.block is not None:  # scales are powers of two, so the values are exact in every type that a GPU multiplies
-        return dequantize(a, inverse_a, of_a) @ dequantize(b, inverse_b, of_b).T
+        return dequantize(a, scale_inv_a, of_a) @ dequantize(b, scale_inv_b, of_b).T
     along_last = (((1,), (1,)), ((), ()))
     summed = jax.lax.dot_general(a, b, along_last, jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    factor = inverse_a * inverse_b
-    both_large = (inverse_a > 1) & (inverse_b > 1)  # then the product of both may be infinite where summed is 0
-    return jnp.where(both_large, summed * inverse_a * inverse_b, summed * factor)
+    # If one inverse is huge and the other tiny, one multiplication after the other would give infinity or 0 in between.
+    # If both exceed 1, their product may be infinite where summed is 0.
+    both_large = (scale_inv_a > 1) & (scale_inv_b > 1)
+    factor = scale_inv_a * scale_inv_b
+    return jnp.where(both_large, summed * scale_inv_a * scale_inv_b, summed * factor)
 
 
 @differentiable_once("fp8_linear", "fp8", static=(3,))
-def _product_once(a: Array, b: Array, scales: Scales, kinds: Kinds) -> Array:
-    """Return _product of a gradient, whose derivative raises an error."""
-    return _product(a, b, scales, kinds)
+def _matrix_product_once(a: Array, b: Array, scales: ScalePair, recipes: OperandRecipes) -> Array:
+    """Return _matrix_product of a gradient, whose derivative raises an error."""
+    return _matrix_product(a, b, scales, recipes)
 
 
 def _rounded(x: Array, dtype: str) -> Array:
@@ -221,16 +225,16 @@ def _rounded(x: Array, dtype: str) -> Array:
 
 def _maxima(x: Array, quantization: Quantization) -> Array:
     """Return the largest absolute value of every block, [blocks of N, blocks of K]; 0 if there are no elements."""
-    sizes = _sizes(x)
+    magnitudes = _magnitudes(x)
     if quantization.block is None:
-        return sizes.max(initial=0).reshape(1, 1)
+        return magnitudes.max(initial=0).reshape(1, 1)
     rows, columns = quantization.block
     blocks = blocks_of(x.shape, quantization)
     missing = ((0, blocks[0] * rows - x.shape[0]), (0, blocks[1] * columns - x.shape[1]))
-    return jnp.pad(sizes, missing).reshape(blocks[0], rows, blocks[1], columns).max((1, 3), initial=0)
+    return jnp.pad(magnitudes, missing).reshape(blocks[0], rows, blocks[1], columns).max((1, 3), initial=0)
 
 
-def _sizes(x: Array) -> Array:
+def _magnitudes(x: Array) -> Array:
     """Return absolute values, infinite for a NaN, because XLA's maximum of a NaN and a number may be the number."""
     return jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf)
 
@@ -245,7 +249,7 @@ def _scales(maxima: Array, quantization: Quantization) -> Array:
     return jnp.where(jnp.isfinite(maxima), scale, jnp.nan)
 
 
-def _spread(scale: Array, shape: tuple[int, ...], quantization: Quantization) -> Array:
+def _expand_scales(scale: Array, shape: tuple[int, ...], quantization: Quantization) -> Array:
     """Repeat the scale of each block for its elements. [N, K], or [1, 1] for one scale."""
     if quantization.block is None:
         return scale

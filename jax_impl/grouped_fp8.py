@@ -1,4 +1,4 @@
-"""Linear maps of groups of rows, such as the experts of a mixture, by products of 8-bit floats in JAX.
+"""Linear layers of groups of rows, such as the experts of a mixture, in FP8 in JAX.
 
 Each group has a matrix of its own. diptych/plans/fp8.py defines scales and blocks of the arrays.
 
@@ -21,9 +21,9 @@ from jax_impl.fp8 import ALONE, GRADIENTS, INPUTS, WEIGHTS, SharingRanks, dequan
 from jax_impl.operands import operand
 
 OVER_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-"""Products [E, O, I] of [M, O] and [M, I] over the rows of each group."""
+"""Matrix products [E, O, I] of [M, O] and [M, I] over the rows of each group."""
 HIGHEST = jax.lax.Precision.HIGHEST
-"""Products in float32, on a GPU too, where XLA multiplies in TF32 by default."""
+"""Matrix products in float32, on a GPU too, where XLA multiplies in TF32 by default."""
 
 
 def fp8_grouped_linear(
@@ -34,7 +34,7 @@ def fp8_grouped_linear(
     scales: Float[Array, "3"] | None = None,
     ranks: SharingRanks = ALONE,
 ) -> Float[Array, "m o"]:
-    """Multiply consecutive rows by the matrix of their group, by products of 8-bit floats, forward and backward.
+    """Multiply consecutive rows by the matrix of their group, by matrix products of 8-bit floats, forward and backward.
 
     Args:
         x: rows, those of the first group first. [M, I]
@@ -53,74 +53,74 @@ def fp8_grouped_linear(
     """
     operations.check_grouped_linear(operand("x", x), operand("weight", weight), sizes.shape)
     check_scales(recipe, None if scales is None else operand("scales", scales))
-    return _grouped(_Kinds(recipe, ranks), *match_varying_axes((x, weight, sizes.astype(jnp.int32), scales)))
+    return _grouped(_GroupedRecipe(recipe, ranks), *match_varying_axes((x, weight, sizes.astype(jnp.int32), scales)))
 
 
-class _Kinds(NamedTuple):
+class _GroupedRecipe(NamedTuple):
     """The quantisation of arrays, and the ranks that have other parts of them."""
 
-    recipe: ProductRecipe
+    products: ProductRecipe
     ranks: SharingRanks
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(kinds: _Kinds, x: Array, weight: Array, sizes: Array, scales: Array | None) -> Array:
+def _grouped(recipe: _GroupedRecipe, x: Array, weight: Array, sizes: Array, scales: Array | None) -> Array:
     """Return the rows of fp8_grouped_linear."""
-    rows = _read(x, INPUTS, kinds, scales)
-    matrices = _matrices(rounded_to(weight, x.dtype), kinds, scales)
+    rows = _read(x, INPUTS, recipe, scales)
+    matrices = _matrices(rounded_to(weight, x.dtype), recipe, scales)
     return jax.lax.ragged_dot(rows, matrices.swapaxes(1, 2), sizes, precision=HIGHEST).astype(x.dtype)
 
 
 def _forward(
-    kinds: _Kinds, x: Array, weight: Array, sizes: Array, scales: Array | None
+    recipe: _GroupedRecipe, x: Array, weight: Array, sizes: Array, scales: Array | None
 ) -> tuple[Array, tuple[Array, Array, Array, Array | None]]:
     """Return the rows, and save the operands as they are."""
-    return _grouped(kinds, x, weight, sizes, scales), (x, weight, sizes, scales)
+    return _grouped(recipe, x, weight, sizes, scales), (x, weight, sizes, scales)
 
 
-def _backward(kinds: _Kinds, saved: tuple, gradient: Array) -> tuple[Array, Array, None, None]:
-    """Return the gradients of both operands; each is one product for every group."""
-    return *_gradients(gradient, saved, kinds), None, None
+def _backward(recipe: _GroupedRecipe, saved: tuple, gradient: Array) -> tuple[Array, Array, None, None]:
+    """Return the gradients of both operands; each is one matrix product for every group."""
+    return *_gradients(gradient, saved, recipe), None, None
 
 
 _grouped.defvjp(_forward, _backward)
 
 
 @differentiable_once("fp8_grouped_linear", "fp8", static=(2,))
-def _gradients(gradient: Array, saved: tuple[Any, ...], kinds: _Kinds) -> tuple[Array, Array]:
+def _gradients(gradient: Array, saved: tuple[Any, ...], recipe: _GroupedRecipe) -> tuple[Array, Array]:
     """Return the gradients of x and weight, whose derivatives raise an error."""
     x, weight, sizes, scales = saved
-    of_outputs = _read(gradient, GRADIENTS, kinds, scales)
-    matrices = _matrices(rounded_to(weight, x.dtype), kinds, scales)
+    of_outputs = _read(gradient, GRADIENTS, recipe, scales)
+    matrices = _matrices(rounded_to(weight, x.dtype), recipe, scales)
     d_x = jax.lax.ragged_dot(of_outputs, matrices, sizes, precision=HIGHEST)
     rows, of_outputs = (
-        _read_along_rows(array, number, sizes, kinds, scales) for array, number in ((x, INPUTS), (gradient, GRADIENTS))
+        _read_along_rows(array, number, sizes, recipe, scales) for array, number in ((x, INPUTS), (gradient, GRADIENTS))
     )
     d_weight = jax.lax.ragged_dot_general(of_outputs, rows, sizes, OVER_ROWS, precision=HIGHEST)
     return d_x.astype(x.dtype), rounded_to(d_weight, x.dtype).astype(weight.dtype)
 
 
-def _read(x: Array, number: int, kinds: _Kinds, scales: Array | None) -> Array:
+def _read(x: Array, number: int, recipe: _GroupedRecipe, scales: Array | None) -> Array:
     """Quantise a matrix, and return the quantised values in float32."""
-    quantization: Quantization = kinds.recipe[number]
+    quantization: Quantization = recipe.products[number]
     scale = None if scales is None else scales[number]
-    return dequantize(*quantize(x, quantization, scale, kinds.ranks), quantization)
+    return dequantize(*quantize(x, quantization, scale, recipe.ranks), quantization)
 
 
-def _matrices(weight: Array, kinds: _Kinds, scales: Array | None) -> Array:
+def _matrices(weight: Array, recipe: _GroupedRecipe, scales: Array | None) -> Array:
     """Return the quantised values of weights, with one scale for all or with the blocks of each matrix."""
-    if kinds.recipe.weights.block is None:
-        return _read(weight.reshape(-1, weight.shape[-1]), WEIGHTS, kinds, scales).reshape(weight.shape)
-    return jax.vmap(lambda matrix: _read(matrix, WEIGHTS, kinds, scales))(weight)
+    if recipe.products.weights.block is None:
+        return _read(weight.reshape(-1, weight.shape[-1]), WEIGHTS, recipe, scales).reshape(weight.shape)
+    return jax.vmap(lambda matrix: _read(matrix, WEIGHTS, recipe, scales))(weight)
 
 
-def _read_along_rows(x: Array, number: int, sizes: Array, kinds: _Kinds, scales: Array | None) -> Array:
+def _read_along_rows(x: Array, number: int, sizes: Array, recipe: _GroupedRecipe, scales: Array | None) -> Array:
     """Return the quantised values of rows; a block is one column of up to BLOCK consecutive rows of one group."""
-    if kinds.recipe[number].block is None:
-        return _read(x, number, kinds, scales)
+    if recipe.products[number].block is None:
+        return _read(x, number, recipe, scales)
     blocks = -(-sizes // BLOCK)
     shifts = (jnp.cumsum(blocks) - blocks) * BLOCK - (jnp.cumsum(sizes) - sizes)
     places = jnp.arange(len(x)) + jnp.repeat(shifts, sizes, total_repeat_length=len(x))
     whole_blocks = -(-len(x) // BLOCK) * BLOCK + len(sizes) * BLOCK
     apart = jnp.zeros((whole_blocks, x.shape[1]), x.dtype).at[places].set(x)
-    return _read(apart.T, number, kinds, scales).T[places]
+    return _read(apart.T, number, recipe, scales).T[places]

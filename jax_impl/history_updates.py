@@ -12,7 +12,7 @@ def without_histories(gradients: Any, flags: Any) -> Any:
     """Return gradients with zeros for histories, so that optimizer and gradient norm ignore them.
 
     Args:
-        gradients: gradients, or shares of them.
+        gradients: gradients, or shards of them.
         flags: True for every history, in a tree of the same structure.
     """
     return jax.tree.map(lambda g, is_one: jnp.zeros_like(g) if is_one else g, gradients, flags)
@@ -22,7 +22,7 @@ def with_advanced(updated: Any, histories: Any, gradients: Any, flags: Any, leng
     """Return updated parameters in which histories have advanced by an optimizer step.
 
     Args:
-        updated: parameters after the step of an optimizer, or shares of them.
+        updated: parameters after the step of an optimizer, or shards of them.
         histories: the same before the step.
         gradients: gradients of the step; those of histories are the observed exponents.
         flags: True for every history.

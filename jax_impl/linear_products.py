@@ -1,4 +1,4 @@
-"""The products of linear maps, whose weight gradients may be computed later.
+"""The matrix products of linear layers, whose weight gradients may be computed later.
 
 A pipeline schedule may split a backward into I, which computes the gradients of inputs, and W, which computes those of
 weights. Under :class:`LinearTaps`, I returns the operands of W.
@@ -19,7 +19,7 @@ from jaxtyping import DTypeLike
 
 @dataclass(frozen=True)
 class LinearProducts:
-    """The products of a linear map and of its gradients, in the type of its input."""
+    """The matrix products of a linear layer and of its gradients, in the type of its input."""
 
     def __call__(self, x: Array, weight: Array, scales: Array | None = None, packed: Array | None = None) -> Array:
         """Return x @ weight.T, differentiably.
@@ -30,7 +30,7 @@ class LinearProducts:
             scales: scales of inputs, weights and gradients that come from earlier steps; only FP8 has some. [3]
             packed: x as it is saved for backward; see activation_storage. None: x itself.
         """
-        del packed
+        del packed  # only PackedProducts of activation_storage saves x packed
         return x @ weight.T.astype(x.dtype)
 
     def read(self, saved: Array, width: int, dtype: DTypeLike) -> Array:
@@ -54,7 +54,7 @@ def as_matrix(x: Array) -> Array:
 def multiply(
     products: LinearProducts, x: Array, weight: Array, scales: Array | None = None, packed: Array | None = None
 ) -> Array:
-    """Return x @ weight.T by these products, with the tap of the weight if the active LinearTaps has one."""
+    """Return x @ weight.T by these matrix products, with the tap of the weight if the active LinearTaps has one."""
     taps = _TAPS.get()
     multiplied = products if taps is None else partial(taps.product, products)
     return multiplied(x, weight, scales, packed)
@@ -63,23 +63,23 @@ def multiply(
 @partial(jax.tree_util.register_dataclass, data_fields=["input", "output", "scales"], meta_fields=["products"])
 @dataclass(frozen=True)
 class LinearTap:
-    """Arrays with the shapes of a linear map's input and output; see LinearTaps."""
+    """Arrays with the shapes of a linear layer's input and output; see LinearTaps."""
 
     input: Any
     output: Any
     scales: Any
-    """None if the map takes none."""
+    """None if the layer takes none."""
     products: LinearProducts
-    """The products of the map, by which its weight gradient is computed later."""
+    """The matrix products of the layer, by which its weight gradient is computed later."""
 
 
 class LinearTaps:
     """A context in which backward returns the operands of weight gradients instead of the gradients.
 
-    A tap is a group of zero arrays with the shapes of a linear map's input, output and, if it has some, scales. The
-    map does not read the tap. The gradients of the tap are the operands of the weight's gradient: the map's input, the
-    gradient of its output, and the scales. So a backward pass with taps computes no weight gradients, and
-    they can be computed later. A tap is an ordinary argument of jax.vjp, so this also works under jax.checkpoint.
+    A tap is a group of zero arrays with the shapes of a linear layer's input, output and, if it has some, scales. The
+    layer does not read the tap. The gradients of the tap are the operands of the weight's gradient: the layer's input,
+    the gradient of its output, and the scales. So a backward pass with taps computes no weight gradients, and they can
+    be computed later. A tap is an ordinary argument of jax.vjp, so this also works under jax.checkpoint.
 
     Args:
         weights: arrays that linear will receive (compared by identity), by name.
@@ -91,7 +91,7 @@ class LinearTaps:
         self._names = {id(weight): name for name, weight in weights.items()}
         self._taps = taps
         self._twice: set[str] = set()
-        """Weights of several linear maps, which have no tap."""
+        """Weights of several linear layers, which have no tap."""
 
     def __enter__(self) -> "LinearTaps":
         self._before = _TAPS.set(self)
@@ -108,7 +108,7 @@ class LinearTaps:
         if name is None:
             return products(x, weight, scales, packed)
         if name in self._twice or name in self.shapes:
-            assert self._taps is None, f"{name} is the weight of two linear maps, but has one tap"
+            assert self._taps is None, f"{name} is the weight of two linear layers, but has one tap"
             self._twice.add(name)
             self.shapes.pop(name, None)
             return products(x, weight, scales, packed)

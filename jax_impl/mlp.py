@@ -29,7 +29,7 @@ from jax_impl.recompute import name_value
 
 
 class MLP(nnx.Module):
-    """Two linear maps around an activation function.
+    """Two linear layers around an activation function.
 
     Args:
         config: configuration of the model.
@@ -53,11 +53,11 @@ class MLP(nnx.Module):
 
     @property
     def output_bias(self) -> Array | None:
-        """The bias [D] of the second map, which the caller adds."""
+        """The bias [D] of the second layer, which the caller adds."""
         return None if self.linear_fc2.bias is None else self.linear_fc2.bias[...]
 
     def __call__(self, hidden_states: Float[Array, "b t d"], tp_size: int = 1) -> Float[Array, "b t d"]:
-        """Return the output without the bias of the second map.
+        """Return the output without the bias of the second layer.
 
         Args:
             hidden_states: input. [B, T, D]
@@ -146,7 +146,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """MLPs of equal size, whose weights are one array for each map: [E, O, I].
+    """MLPs of equal size, whose weights are one array for each layer: [E, O, I].
 
     Args:
         config: configuration of the model.

@@ -1,4 +1,4 @@
-"""Linear maps and norms, with parameters initialised by diptych/plans/model/parameters.py.
+"""Linear layers and norms, with parameters initialised by diptych/plans/model/parameters.py.
 
 Mirrors ``reference_torch/modules.py``.
 """
@@ -22,11 +22,11 @@ from jax_impl.fp8 import ALONE, Fp8Products, SharingRanks, fp8_linear
 from jax_impl.grouped_fp8 import fp8_grouped_linear
 from jax_impl.linear_products import LinearProducts, multiply
 from jax_impl.ops import add_bias, grouped_linear, linear, parameter
-from jax_impl.tensor_parallel import WHOLE, TensorParallel
+from jax_impl.tensor_parallel import UNSHARDED, TensorParallel
 
 
 class Linear(nnx.Module):
-    """A linear map that returns its bias instead of adding it.
+    """A linear layer that returns its bias instead of adding it.
 
     Args:
         config: configuration of the model.
@@ -54,7 +54,7 @@ class Linear(nnx.Module):
 
         Args:
             x: input. [B, T, I]
-            packed: x as ``pack`` has returned it for another map of the same input.
+            packed: x as ``pack`` has returned it for another layer of the same input.
         """
         weight = self.weight[...]
         if self.saved_as is not None:
@@ -93,7 +93,7 @@ class Linear(nnx.Module):
     def _in_fp8(
         self, x: Float[Array, "*b i"], weight: Array, recipe: ProductRecipe, product: Callable[..., Array] = fp8_linear
     ) -> Float[Array, "*b o"]:
-        """Return the product with the weight by products of 8-bit floats."""
+        """Return the product with the weight by matrix products of 8-bit floats."""
         if self.amax_history is None:
             return product(x, weight, recipe, ranks=self.sharing_ranks)
         history = self.amax_history[...]
@@ -112,14 +112,14 @@ def _packed_by_groups(packed: Array, sizes: Array, x: Array, weight: Array, *how
 
 
 def set_gradient_factor(module: nnx.Module, factor: int) -> None:
-    """Set the factor by which the gradients of backward exceed the gradients of a step's loss, in all linear maps."""
+    """Set the factor by which the gradients of backward exceed the gradients of a step's loss, in all linear layers."""
     for _, each in nnx.iter_graph(module):
         if isinstance(each, Linear):
             each.gradient_factor = factor
 
 
 def set_sharing_ranks(module: nnx.Module, ranks: SharingRanks) -> None:
-    """Set the ranks that have other parts of the arrays, in all FP8 linear maps of a module."""
+    """Set the ranks that have other parts of the arrays, in all FP8 linear layers of a module."""
     for _, each in nnx.iter_graph(module):
         if isinstance(each, Linear) and each.fp8 is not None:
             each.sharing_ranks = ranks
@@ -147,7 +147,7 @@ class RMSNorm(nnx.Module):
         self.offset = spec.offset
         self.weight = parameter(config, f"{name}.weight", spec)
 
-    def __call__(self, x: Float[Array, "*b d"], channels: TensorParallel = WHOLE) -> Float[Array, "*b d"]:
+    def __call__(self, x: Float[Array, "*b d"], channels: TensorParallel = UNSHARDED) -> Float[Array, "*b d"]:
         """Call ops.rms_norm, or TensorParallel.joint_norm if ranks share the channels."""
         weight = self.weight[...]
         return channels.joint_norm(x, weight + self.offset if self.offset else weight, self.epsilon)

@@ -60,6 +60,9 @@ class TensorParallel:
     def enter(self, x: Float[Array, "b t d"]) -> Float[Array, "b t2 d"]:
         """Return the tokens of all ranks, as every rank of a region needs them.
 
+        In Megatron-core this is gather_from_sequence_parallel_region, and without sequence parallelism
+        copy_to_tensor_model_parallel_region.
+
         Args:
             x: tokens of this rank; without sequence parallelism, of all ranks. [B, T / n, D] or [B, T, D]
 
@@ -72,6 +75,9 @@ class TensorParallel:
 
     def leave(self, x: Float[Array, "b t d"]) -> Float[Array, "b t2 d"]:
         """Return the sum over ranks of the outputs of a region, of this rank's tokens with sequence parallelism.
+
+        In Megatron-core this is reduce_scatter_to_sequence_parallel_region, and without sequence parallelism
+        reduce_from_tensor_model_parallel_region.
 
         Args:
             x: partial sums of all tokens. [B, T, D]
@@ -98,14 +104,15 @@ class TensorParallel:
 
         Returns:
             Those of this rank's tokens [B, T / n]; without sequence parallelism all of them [B, T], with the gradient
-            divided by the number of ranks, over which the gradient of the region's input is summed.
+            divided by the number of ranks, because the gradients of the region's parameters and of its input are summed
+            over the ranks. In PyTorch, for_own_share stands in for the sum of the input's gradient.
         """
         if self.size == 1 or self.sequence_parallel:
             return self.own_tokens(x)
-        return _share_of_gradient(self, x)
+        return _divide_gradient(self, x)
 
     def own_masks(self, state: DropoutState | None) -> DropoutState | None:
-        """Return the dropout state of this rank's tokens, so that they have the masks they have in a whole model."""
+        """Return the dropout state of this rank's tokens, so that they have the masks of the single-device model."""
         if state is None or self.token_parts == 1:
             return state
         return state._replace(row_low=self.own_tokens(state.row_low), row_high=self.own_tokens(state.row_high))
@@ -173,8 +180,8 @@ class TensorParallel:
         return jnp.where(is_own, local, 0), is_own
 
 
-WHOLE = TensorParallel()
-"""One rank, which holds the whole model."""
+UNSHARDED = TensorParallel()
+"""One rank, which holds all layers and parameters unsharded."""
 
 
 def sum_repeated(
@@ -253,7 +260,7 @@ _scatter = _exchange(_scattered, _gathered)
 _sum = _exchange(_total, _unchanged)
 _sum_of_gradients = _exchange(_unchanged, _total)
 _sum_both = _exchange(_total, _total)
-_share_of_gradient = _exchange(_unchanged, lambda among, grad: grad / among.size)
+_divide_gradient = _exchange(_unchanged, lambda among, grad: grad / among.size)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

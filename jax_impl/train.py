@@ -35,9 +35,9 @@ from diptych.plans.checkpoint import (
     write_checkpoint,
 )
 from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.data import Batch, Corpus
-from diptych.plans.optimizer_shares import has_master_weights, stored_dtype
+from diptych.plans.optimizer_shards import has_master_weights, stored_dtype
 from diptych.plans.training import (
     CLIP_EPSILON,
     StepResult,
@@ -49,6 +49,15 @@ from diptych.plans.training import (
     learning_rate,
     microbatches,
 )
+from jax_impl.distributed_optimizer import (
+    OptimizerShards,
+    exact_parameters,
+    new_master_weights,
+    only_master_weights,
+    own_shards,
+    unshard,
+    with_master_weights,
+)
 from jax_impl.groups import gather_texts, on_first_rank
 from jax_impl.history_updates import history_flags, with_advanced, without_histories
 from jax_impl.offload import Layers, OffloadedStep
@@ -58,7 +67,7 @@ from jax_impl.saving import export_arrays, export_parameters, import_arrays, imp
 from jax_impl.transformer import GPTModel
 
 Parameters = Any
-"""Parameters, gradients or moments: of the undivided model (nnx.State), or placed on the ranks of the pipeline
+"""Parameters, gradients or moments: of the single-device model (nnx.State), or placed on the ranks of the pipeline
 (StagedParameters)."""
 
 
@@ -67,7 +76,7 @@ class _OptimizerState(NamedTuple):
 
     adam: optax.OptState
     master_weights: Parameters | None = None
-    """Shares of the parameters that are rounded, and of others no elements; None: no parameter is rounded."""
+    """Shards of the parameters that are rounded, and of others no elements; None: no parameter is rounded."""
 
 
 class Trainer:
@@ -96,8 +105,8 @@ class Trainer:
         self._replicas = 1 if mesh is None else mesh.shape.get("dp", 1)
         check_trainable(config, train_config, self._replicas)
         check_settings_on_all_ranks(self._settings(), gather_texts)
-        undivided_model = GPTModel(undivided(config) if config.model_parallel_size > 1 else config)
-        self._graph, params = nnx.split(undivided_model, nnx.Param)
+        unsharded_model = GPTModel(unsharded(config) if config.model_parallel_size > 1 else config)
+        self._graph, params = nnx.split(unsharded_model, nnx.Param)
         count = microbatches(train_config, self._replicas)[1]
         self._pipeline: PipelineStep | None = None
         self._forwards: PipelineStep | None = None
@@ -105,9 +114,9 @@ class Trainer:
             shared = config.context_parallel_size * config.tensor_model_parallel_size
             one_axis = (mesh is None or len(mesh.axis_names) == 1) and shared == 1
             transform = "pmap" if one_axis and not config.enable_tensor_offload else "shard_map"
-            self._pipeline = make_pipeline_step(undivided_model, config, mesh, transform)
+            self._pipeline = make_pipeline_step(unsharded_model, config, mesh, transform)
             self._forwards = make_pipeline_step(
-                undivided_model, config, mesh, transform, training=False, forward_only=True
+                unsharded_model, config, mesh, transform, training=False, forward_only=True
             )
         self._optimizer = optax.scale_by_adam(train_config.adam_beta1, train_config.adam_beta2, train_config.adam_eps)
         self._params: Parameters = self._staged(params)
@@ -129,7 +138,7 @@ class Trainer:
 
     @property
     def model(self) -> GPTModel:
-        """The model with its present parameters, undivided."""
+        """The single-device model with its present parameters."""
         return nnx.merge(self._graph, self._joined(self._exact()))
 
     @property
@@ -200,17 +209,17 @@ class Trainer:
             if not total:
                 raise ValueError("batch: expected at least one sequence, got none")
             size = self.train_config.microbatch if total == self.train_config.global_batch_size else total
-            shares = [
+            microbatch_results = [
                 self._value_and_grad(
                     self._params, batch.part(first, size), np.uint32(step), first=np.int32(first), share=size / total
                 )
                 for first in range(0, total, size)
             ]
-            loss, gradients = jax.tree.map(lambda *each: sum(each), *shares)
+            loss, gradients = jax.tree.map(lambda *each: sum(each), *microbatch_results)
         else:
             check_batch(batch, self.train_config)
             loss, gradients = self._pipeline(self._params, *self._parts(batch, step))
-            gradients = self._whole(gradients)
+            gradients = self._unsharded(gradients)
         named = export_parameters(self._joined(gradients))
         return loss.item(), {name: gradient for name, gradient in named.items() if not is_history(gradient.shape)}
 
@@ -264,7 +273,7 @@ class Trainer:
         Raises:
             CheckpointError: see diptych.plans.checkpoint.write_checkpoint.
         """
-        arrays = export_arrays(self._joined(self._exact()), self._moments(lambda m: self._joined(self._whole(m))))
+        arrays = export_arrays(self._joined(self._exact()), self._moments(lambda m: self._joined(self._unsharded(m))))
         checkpoint = Checkpoint(self.steps_taken, arrays, self._settings())
         return Path(on_first_rank(lambda: str(write_checkpoint(folder, checkpoint, keep))))
 
@@ -296,11 +305,11 @@ class Trainer:
         checkpoint = read_on_all_ranks(path, partial(check_settings, settings=self._settings()), gather_texts)
         params, self._optimizer_state = import_arrays(
             self._joined(self._exact()),
-            self._moments(lambda m: self._joined(self._whole(m))),
+            self._moments(lambda m: self._joined(self._unsharded(m))),
             checkpoint.arrays,
             checkpoint.step,
         )
-        self._optimizer_state = self._counted(self._moments(lambda m: self._own(self._staged(m))))
+        self._optimizer_state = self._counted(self._moments(lambda m: self._own_shards(self._staged(m))))
         self._place(self._staged(params))
         self.steps_taken = checkpoint.step
         return checkpoint.step
@@ -392,7 +401,7 @@ class Trainer:
         select = partial(jax.tree.map, partial(jnp.where, finite))  # a step that is not finite changes nothing
 
         def change(params: Any, state: _OptimizerState, gradients: Any) -> tuple[Any, _OptimizerState]:
-            own = _with_master_weights(self._own(params), state.master_weights)
+            own = with_master_weights(self._own_shards(params), state.master_weights)
             histories = self._histories(params)
             updates, adam = self._optimizer.update(without_histories(gradients, histories), state.adam)
             decayed = jax.tree.map(
@@ -404,44 +413,46 @@ class Trainer:
             new = jax.tree.map(lambda p, u: p - rate.astype(p.dtype) * u, own, decayed)
             new = with_advanced(new, own, gradients, histories, self.config.fp8_amax_history_len)
             new = select(new, own)
-            masters = _only_master_weights(new, state.master_weights)
+            masters = only_master_weights(new, state.master_weights)
             new = jax.tree.map(lambda new, p: new.astype(p.dtype), new, params)
-            return self._whole(new, params), _OptimizerState(select(adam, state.adam), masters)
+            return unshard(new, params, self._shards), _OptimizerState(select(adam, state.adam), masters)
 
         return *self.offload.update(change, params, optimizer_state, gradients, resident or {}), norm
 
     def _counted_once(self, gradients: Parameters) -> Parameters:
         """Return gradients in which every entry counts once in a norm over all devices.
 
-        If several devices have the same gradients, their shares are returned. Squares are then added in the same order
+        If several devices have the same gradients, their shards are returned. Squares are then added in the same order
         with and without a distributed optimizer, so clipping does not differ by rounding.
         """
         step = self._pipeline
         if step is None:
             return gradients
-        if step.divides_gradients:
+        if step.shards_gradients:
             return step.counted_once(gradients, self._shapes)
         counted = step.counted_once(gradients)
-        return step.shares.divide(counted) if step.shares.ranks > 1 else counted
+        return step.shards.shard(counted) if step.shards.ranks > 1 else counted
 
-    def _own(self, params: Parameters) -> Parameters:
-        """Return the part of the given parameters that this device updates: all of them, or its shares."""
+    @property
+    def _shards(self) -> OptimizerShards | None:
+        """The division of the optimizer's state over devices; None: every device has all of it."""
         step = self._pipeline
-        return step.shares.divide(params) if step is not None and step.divides_gradients else params
+        return step.shards if step is not None and step.shards_gradients else None
 
-    def _whole(self, own: Parameters, shapes: Parameters | None = None) -> Parameters:
-        """Invert _own; ``shapes`` has the shapes of the parameters that _own received (None: of all parameters)."""
-        step = self._pipeline
-        if step is None or not step.divides_gradients:
-            return own
-        return step.shares.join(own, self._shapes if shapes is None else shapes)
+    def _own_shards(self, params: Parameters) -> Parameters:
+        """Return the part of the given parameters that this device updates: all of them, or its shards."""
+        return own_shards(params, self._shards)
+
+    def _unsharded(self, own: Parameters) -> Parameters:
+        """Invert _own_shards for arrays with the shapes of all parameters."""
+        return unshard(own, self._shapes, self._shards)
 
     def _initial_state(self) -> _OptimizerState:
         """Return the state of the optimizer before the first step, on the devices of the parameters."""
         step = self._pipeline
         if step is None:
             return _OptimizerState(self._optimizer.init(self._params))
-        self._optimizer_state = _OptimizerState(self._optimizer.init(jax.jit(self._own)(self._params)))
+        self._optimizer_state = _OptimizerState(self._optimizer.init(jax.jit(self._own_shards)(self._params)))
         return self._counted(self._moments(lambda m: jax.device_put(m, self._own_shardings(m))))
 
     def _as_stored(self, exact: Parameters) -> Parameters:
@@ -461,10 +472,7 @@ class Trainer:
         if not has_master_weights(self.config):
             return
 
-        def master(share: Array, whole: Array, stored: Array) -> Array:
-            return jnp.zeros((*share.shape[:-1], 0), share.dtype) if whole.dtype == stored.dtype else share
-
-        masters = jax.tree.map(master, jax.jit(self._own)(exact), exact, stored)
+        masters = new_master_weights(jax.jit(self._own_shards)(exact), exact, stored)
         if self._pipeline is not None:
             masters = jax.device_put(masters, self._own_shardings(masters))
         self._optimizer_state = self._optimizer_state._replace(master_weights=masters)
@@ -473,30 +481,27 @@ class Trainer:
         """Return the sharding of every leaf of what the devices of a pipeline update."""
         step = self._pipeline
         assert step is not None, "arrays of one device have no sharding"
-        return step.shares.shardings(own) if step.divides_gradients else step.shardings(own)
+        return step.shards.shardings(own) if step.shards_gradients else step.shardings(own)
 
     def _exact(self) -> Parameters:
         """Return the staged parameters, those that are rounded from their master weights."""
         masters = self._optimizer_state.master_weights
-        if masters is None:
-            return self._params
-        shapes = jax.tree.map(lambda p, m: p if m.size else m, self._shapes, masters)
-        return _with_master_weights(self._params, self._whole(masters, shapes))
+        return exact_parameters(self._params, masters, self._shapes, self._shards)
 
     def _decays(self, params: Parameters) -> Parameters:
-        """Return True for every parameter with weight decay, which its shape in the undivided model decides."""
+        """Return True for every parameter with weight decay, which its shape in the single-device model decides."""
         return jax.tree.map(lambda p: has_weight_decay(p.shape), self._model_shapes(params))
 
     def _histories(self, params: Parameters) -> Parameters:
-        """Return True for every history of FP8, which its shape in the undivided model decides."""
+        """Return True for every history of FP8, which its shape in the single-device model decides."""
         return history_flags(self._model_shapes(params))
 
     def _model_shapes(self, params: Parameters) -> Parameters:
-        """Return arrays, or their shapes, with the shapes of parameters in the undivided model."""
+        """Return arrays, or their shapes, with the shapes of parameters in the single-device model."""
         return params if self._pipeline is None else self._pipeline.shapes(params)
 
     def _staged(self, params: nnx.State) -> Parameters:
-        """Convert parameters, gradients or moments of the undivided model to the layout in memory."""
+        """Convert parameters, gradients or moments of the single-device model to the layout in memory."""
         return params if self._pipeline is None else self._pipeline.stage_parameters(params)
 
     def _joined(self, params: Parameters) -> nnx.State:
@@ -523,16 +528,6 @@ class Trainer:
         samples = np.arange(self.train_config.global_batch_size, dtype=np.int32)
         tokens, targets, starts = jax.tree.map(lambda x: x.reshape(count, -1, x.shape[-1]), batch)
         return tokens, targets, step, samples.reshape(count, -1), starts
-
-
-def _with_master_weights(params: Parameters, masters: Parameters | None) -> Parameters:
-    """Return parameters, or shares of them, with master weights in place of those that have some."""
-    return params if masters is None else jax.tree.map(lambda p, m: m if m.size else p, params, masters)
-
-
-def _only_master_weights(params: Parameters, masters: Parameters | None) -> Parameters | None:
-    """Return those of the parameters that have master weights, and of others no elements."""
-    return None if masters is None else jax.tree.map(lambda p, m: p if m.size else m, params, masters)
 
 
 def train(config: TransformerConfig, train_config: TrainConfig, corpus: Corpus) -> Iterator[StepResult]:

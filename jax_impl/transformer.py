@@ -41,7 +41,7 @@ from jax_impl.ops import (
 )
 from jax_impl.recompute import checkpoint_blocks, layer_scope, name_value
 from jax_impl.self_attention import LatentAttention, SelfAttention
-from jax_impl.tensor_parallel import WHOLE, TensorParallel
+from jax_impl.tensor_parallel import UNSHARDED, TensorParallel
 
 MIXER_MODULES = {"attention": SelfAttention, "mla": LatentAttention, "gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
 """Mixer names of the layer pattern and their modules."""
@@ -50,7 +50,8 @@ MIXER_MODULES = {"attention": SelfAttention, "mla": LatentAttention, "gdn": Gate
 class TransformerLayer(nnx.Module):
     """A mixer and a feed-forward sublayer, which is an MLP or a mixture of experts.
 
-    Each sublayer has a norm before or after it, and a hyper-connection or a plain residual around it.
+    Each sublayer has a norm before or after it, and a hyper-connection or a plain residual around it. Recompute is the
+    policy of ``checkpoint_blocks``, in which TransformerBlock wraps its layers, so a layer does not name it.
 
     Args:
         config: configuration of the model.
@@ -69,6 +70,7 @@ class TransformerLayer(nnx.Module):
         )
         mixer_norm, mlp_norm = layer.norm_names
         setattr(self, mixer_norm, RMSNorm(config, f"{name}.{mixer_norm}"))
+        # Every mixer is named as attention is in Megatron-core, so that checkpoints have one name for it.
         self.self_attention = MIXER_MODULES[layer.mixer](config, layer_number, f"{name}.self_attention")
         self.mlp_hyper_connection = (
             HyperConnectionModule(config, layer_number, f"{name}.mlp_hyper_connection")
@@ -275,7 +277,9 @@ class Embedding(nnx.Module):
     def __init__(self, config: TransformerConfig, name: str) -> None:
         self.weight = parameter(config, f"{name}.weight", embedding_spec(config)["weight"])
 
-    def __call__(self, tokens: Int[Array, "b t"], tensor_parallel: TensorParallel = WHOLE) -> Float[Array, "b t2 d"]:
+    def __call__(
+        self, tokens: Int[Array, "b t"], tensor_parallel: TensorParallel = UNSHARDED
+    ) -> Float[Array, "b t2 d"]:
         """Return the vectors of the tokens [B, T, D], or of this rank's tokens, see TensorParallel.embed.
 
         An id outside the vocabulary gives NaN.
@@ -328,7 +332,7 @@ class GPTModel(nnx.Module):
         document_starts: Array | None = None,
         cache: DecodingCache | None = None,
         cp_context: FLACPContext | None = None,
-        tensor_parallel: TensorParallel = WHOLE,
+        tensor_parallel: TensorParallel = UNSHARDED,
         training: bool = True,
     ) -> Array:
         """Return the loss, the logits, or the hidden states for the next stage.
@@ -364,7 +368,7 @@ class GPTModel(nnx.Module):
         check_inputs(seq_length, (batch, length), cached_length(cache), texts, cp_context, positions, **masks)
         if positions is None:
             positions = jnp.add(jnp.arange(length), 0 if cache is None else cache.length)
-        tokens = inputs if inputs.shape[1] == length else jnp.zeros((batch, length))
+        tokens = inputs if inputs.shape[1] == length else jnp.zeros((batch, length))  # pack_documents reads the shape
         sequences = cp_context or pack_documents(document_starts, tokens, self.config.has_softmax)
         state = None
         if training and self.config.hidden_dropout > 0.0:

@@ -15,7 +15,7 @@ import reference_torch.transformer
 from diptych.plans.checkpoint import initial_weights
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.config.precision import in_dtype
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.training import StepResult
 from jax_impl.groups import make_mesh
@@ -182,7 +182,7 @@ def compare(
         result.validation = {"torch": ours.validation_loss(), "jax": theirs.validation_loss()}
         parameters = ours.parameters()
     gradients += compare_gradients(parameters, train_config.train_iters, *run)
-    result.memory = measure_torch(undivided(config), corpus.batch(0, train_config.microbatch, config.seq_length))
+    result.memory = measure_torch(unsharded(config), corpus.batch(0, train_config.microbatch, config.seq_length))
     result.gradients = sorted(gradients, key=lambda g: g.relative, reverse=True)
     if result.failures:
         result.first_difference = locate_difference(config, corpus.batch(0, 1, config.seq_length)).summary
@@ -190,8 +190,8 @@ def compare(
 
 
 def locate_difference(config: TransformerConfig, batch: Batch) -> Location:
-    """Return the first submodule in which the backends' undivided models differ in float64, without dropout."""
-    exact = in_dtype(undivided(config), "float64")
+    """Return the first submodule in which the backends' single-device models differ in float64, without dropout."""
+    exact = in_dtype(unsharded(config), "float64")
     with jax.enable_x64(True):
         ours = reference_torch.transformer.GPTModel(exact)
         theirs = jax_impl.transformer.GPTModel(exact)

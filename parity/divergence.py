@@ -98,7 +98,7 @@ def layer_values(
 
     Args:
         backend: torch or jax.
-        config: the model, undivided.
+        config: the single-device model.
         parameters: parameter values.
         tokens: token ids. [B, T]
         compiler_options: options of XLA, for JAX.

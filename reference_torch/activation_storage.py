@@ -27,8 +27,8 @@ def pack(x: Float[Tensor, "*b k"]) -> UInt8[Tensor, "*b p"]:
     Args:
         x: the tensor. [..., K]
     """
-    values, inverse = quantize(x.detach().reshape(-1, x.shape[-1]), QUANTIZATION)
-    exponents = ((1 / inverse).view(torch.int32) >> 23 & 255).to(torch.uint8)
+    values, scale_inv = quantize(x.detach().reshape(-1, x.shape[-1]), QUANTIZATION)
+    exponents = ((1 / scale_inv).view(torch.int32) >> 23 & 255).to(torch.uint8)
     return torch.cat([values.view(torch.uint8), exponents], 1).view(*x.shape[:-1], packed_width(x.shape[-1]))
 
 
@@ -41,9 +41,9 @@ def unpack(packed: UInt8[Tensor, "*b p"], width: int, dtype: torch.dtype) -> Flo
         dtype: type of the result.
     """
     rows = packed.reshape(-1, packed.shape[-1])
-    inverse = 1 / (rows[:, width:].to(torch.int32) << 23).view(torch.float32)
+    scale_inv = 1 / (rows[:, width:].to(torch.int32) << 23).view(torch.float32)
     values = rows[:, :width].view(torch.float8_e4m3fn)
-    return dequantize(values, inverse, QUANTIZATION).to(dtype).view(*packed.shape[:-1], width)
+    return dequantize(values, scale_inv, QUANTIZATION).to(dtype).view(*packed.shape[:-1], width)
 
 
 def packed_for_backward(x: Float[Tensor, "*b k"], name: str | None) -> UInt8[Tensor, "*b p"] | None:
@@ -61,23 +61,23 @@ def packed_for_backward(x: Float[Tensor, "*b k"], name: str | None) -> UInt8[Ten
 
 
 class PlainProducts:
-    """The products of a linear map and of its gradients, in the type of its input."""
+    """The matrix products of a linear layer and of its gradients, in the type of its input."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
         """Return x @ weight.T; there is no bias."""
         return functional.linear(x, weight, bias)
 
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of x from that of the output."""
         return gradient @ weight
 
-    def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def weight_gradient(self, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of the weight from the input and the gradient of the output."""
         return gradient.flatten(0, -2).T @ x.flatten(0, -2)
 
 
 class PackedProducts(NamedTuple):
-    """Products whose gradients read a saved input, which may be packed."""
+    """Matrix products whose gradients read a saved input, which may be packed."""
 
     products: Any
     """PlainProducts or fp8.Fp8Products."""
@@ -86,14 +86,15 @@ class PackedProducts(NamedTuple):
         """Return x @ weight.T; there is no bias."""
         return self.products.forward(x, weight, bias)
 
-    def input_gradient(self, gradient: Tensor, saved: Tensor | None, weight: Tensor) -> Tensor:
+    def input_gradient(self, saved: Tensor | None, weight: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of the input from that of the output."""
         like = gradient.new_empty(()).expand(*gradient.shape[:-1], weight.shape[1])
-        return self.products.input_gradient(gradient, like, weight)
+        return self.products.input_gradient(like, weight, gradient)
 
-    def weight_gradient(self, gradient: Tensor, saved: Tensor, weight: Tensor) -> Tensor:
+    def weight_gradient(self, saved: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of the weight from the saved input and the gradient of the output."""
-        return self.products.weight_gradient(gradient, _read(saved, weight.shape[1], gradient.dtype), weight)
+        x = _read(saved, weight.shape[1], gradient.dtype)
+        return self.products.weight_gradient(x, weight, gradient)
 
 
 def packed_linear(
@@ -118,7 +119,7 @@ def packed_linear(
 
 
 class _PackedLinear(torch.autograd.Function):
-    """The linear map of packed_linear."""
+    """The linear layer of packed_linear."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, packed: Tensor | None, products: PackedProducts) -> Tensor:
@@ -126,16 +127,17 @@ class _PackedLinear(torch.autograd.Function):
         saved = x if packed is None else packed
         ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, weight)
         ctx.products = products
-        return products.forward(x, weight).data  # recompute cannot free a view
+        return products.forward(x, weight).data  # a new base tensor; CheckpointWithoutOutput cannot free a view
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients that are needed; each is one product."""
+        """Return the gradients that are needed; each is one matrix product."""
         saved, weight = ctx.saved_tensors
-        of_x, of_weight, *_ = ctx.needs_input_grad
-        d_x = ctx.products.input_gradient(gradient, saved, weight) if of_x else None
-        return d_x, ctx.products.weight_gradient(gradient, saved, weight) if of_weight else None, None, None
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        d_x = ctx.products.input_gradient(saved, weight, gradient) if needs_x else None
+        d_weight = ctx.products.weight_gradient(saved, weight, gradient) if needs_weight else None
+        return d_x, d_weight, None, None
 
 
 class PackedGroups(Groups):
@@ -146,7 +148,7 @@ class PackedGroups(Groups):
         return _read(saved, width, dtype)
 
     def products(self, x: Tensor, weight: Tensor, gradient: Tensor | None = None) -> Any:
-        """Return the products of one group, with the scales of the arrays of all groups."""
+        """Return the matrix products of one group, with the scales of the arrays of all groups."""
         return PlainProducts() if self.recipe is None else super().products(x, weight, gradient)
 
 
@@ -166,7 +168,7 @@ def packed_grouped_linear(
         weight: a matrix for each group, in the type of x without a recipe. [E, O, I]
         sizes: number of rows of each group; their sum is M. [E]
         packed: the rows as packed_for_backward returns them. [M, packed_width(I)]
-        recipe: how the arrays are quantised for products of 8-bit floats; None: not at all.
+        recipe: how the arrays are quantised for matrix products of 8-bit floats; None: not at all.
         scales: see fp8.fp8_linear.
         ranks: see fp8.fp8_linear.
 

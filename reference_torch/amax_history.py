@@ -20,8 +20,8 @@ def delayed_scales(history: Float[Tensor, "3 1 1 e"], recipe: ProductRecipe, fac
     """Return the scales of inputs, weights and gradients, [3] float32.
 
     Args:
-        history: history of a linear map. SHAPE
-        recipe: how the map quantises.
+        history: history of a linear layer. SHAPE
+        recipe: how the layer quantises.
         factor: factor by which the gradients of backward exceed the gradients of the step's mean loss.
 
     Raises:
@@ -47,10 +47,10 @@ def observe(
     history: Float[Tensor, "3 1 1 e"],
     factor: int,
 ) -> Float[Tensor, "*b o"]:
-    """Return y; backward returns what it observes of the arrays of the linear map as the gradient of the history.
+    """Return y; backward returns what it observes of the arrays of the linear layer as the gradient of the history.
 
     Args:
-        y: output of the map. [..., O]
+        y: output of the layer. [..., O]
         x: its input. [..., I]
         weight: its weight. [O, I], or [E, O, I] of experts
         history: its history. SHAPE
@@ -65,10 +65,10 @@ class _Observed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, weight: Tensor, history: Tensor, factor: int) -> Tensor:
         """Save the exponents of input and weight, and return the output, in the same memory."""
-        of_weight = _exponent(amax(weight).to(x.dtype))  # as if its elements had been rounded
-        ctx.save_for_backward(torch.stack([_exponent(x), of_weight]))
+        weight_exponent = _exponent(amax(weight).to(x.dtype))  # as if its elements had been rounded
+        ctx.save_for_backward(torch.stack([_exponent(x), weight_exponent]))
         ctx.factor = factor
-        return y.data  # recompute cannot free a view
+        return y.data  # a new base tensor; CheckpointWithoutOutput cannot free a view
 
     @staticmethod
     @differentiable_once

@@ -11,7 +11,7 @@ from reference_torch.cache import DecodingCache
 from reference_torch.documents import PackedDocuments
 from reference_torch.ops import DropoutState
 from reference_torch.recompute import SAVE_ALL, BlockRecomputation
-from reference_torch.tensor_parallel import WHOLE, TensorParallel
+from reference_torch.tensor_parallel import UNSHARDED, TensorParallel
 
 
 class ForwardContext(NamedTuple):
@@ -30,7 +30,7 @@ class ForwardContext(NamedTuple):
     """State of the previous tokens, changed in place; None: there are none."""
     aux_loss: AuxLossSum | None = None
     """Sum to which layers of experts add their load-balancing loss; None: they compute none."""
-    tensor_parallel: TensorParallel = WHOLE
+    tensor_parallel: TensorParallel = UNSHARDED
     """The ranks that share the layers."""
     recompute: BlockRecomputation = SAVE_ALL
     """Values to drop after forward, and the manager that recomputes them in backward."""

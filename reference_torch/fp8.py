@@ -1,4 +1,4 @@
-"""Linear maps by products of 8-bit floats in PyTorch; diptych/plans/fp8.py defines what they compute.
+"""Linear layers by matrix products of 8-bit floats in PyTorch; diptych/plans/fp8.py defines what they compute.
 
 Mirrors ``jax_impl/fp8.py``.
 """
@@ -47,7 +47,7 @@ class SharingRanks(NamedTuple):
 
 
 ALONE = SharingRanks()
-"""One rank, which has whole arrays."""
+"""One rank, which has unsharded arrays."""
 
 
 def quantize(
@@ -68,7 +68,7 @@ def quantize(
         The matrix in the 8-bit type, [N, K], and the inverse of the scale of every block, [blocks of N, blocks of K]
         float32. An element that is not finite becomes NaN, and so do all other elements with the same scale.
     """
-    x = x.float() if x.dtype == torch.float64 else x  # narrower types become float32 by the product with scales
+    x = x.float() if x.dtype == torch.float64 else x  # narrower types become float32 when they are multiplied by scales
     if quantization.has_given_scale:
         assert scale is not None, "has_given_scale makes the scale an argument"
         scales = scale.where(amax(x).isfinite(), float("nan")).view(1, 1)
@@ -83,9 +83,9 @@ def array_scale(x: Tensor, quantization: Quantization, ranks: SharingRanks = ALO
     return _scales(ranks.largest(amax(x).float().view(1, 1)), quantization).view(())
 
 
-def dequantize(values: Tensor, inverse: Float[Tensor, "a b"], quantization: Quantization) -> Float[Tensor, "n k"]:
+def dequantize(values: Tensor, scale_inv: Float[Tensor, "a b"], quantization: Quantization) -> Float[Tensor, "n k"]:
     """Return the values [N, K] float32 of a quantised matrix; the arguments are the results of ``quantize``."""
-    return values.to(torch.float32, copy=True).mul_(_spread(inverse, values.shape, quantization))
+    return values.to(torch.float32, copy=True).mul_(_expand_scales(scale_inv, values.shape, quantization))
 
 
 def amax(x: Tensor) -> Tensor:
@@ -103,9 +103,9 @@ def fp8_linear(
     scales: Float[Tensor, "3"] | None = None,
     ranks: SharingRanks = ALONE,
 ) -> Float[Tensor, "*b o"]:
-    """Return x @ weight.T by products of 8-bit floats, forward and backward.
+    """Return x @ weight.T by matrix products of 8-bit floats, forward and backward.
 
-    The weight is rounded to the type of x before it is quantised, and its gradient after it is computed, as in products
+    The weight is rounded to the type of x before it is quantised, and its gradient after it is computed, as in layers
     without FP8. Backward quantises x again instead of saving it in 8 bits.
 
     Args:
@@ -132,7 +132,7 @@ def fp8_linear(
 
 
 class Fp8Products(NamedTuple):
-    """The products of fp8_linear and of its gradients, which autocast does not change."""
+    """The matrix products of fp8_linear and of its gradients, which autocast does not change."""
 
     recipe: ProductRecipe
     dtype: torch.dtype
@@ -144,20 +144,21 @@ class Fp8Products(NamedTuple):
 
     def forward(self, x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
         """Return x @ weight.T in the type of x; there is no bias."""
-        y = self._product(_rows(x), weight.to(x.dtype), INPUTS, WEIGHTS)
-        return y.to(x.dtype).view(*x.shape[:-1], len(weight)).data  # recompute cannot free a view
+        y = self._matrix_product(_rows(x), weight.to(x.dtype), INPUTS, WEIGHTS)
+        # .data is a new base tensor, because CheckpointWithoutOutput cannot free a view.
+        return y.to(x.dtype).view(*x.shape[:-1], len(weight)).data
 
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of x, in its shape and type, from that of the output."""
-        d_x = self._product(_rows(gradient), weight.to(x.dtype).T, GRADIENTS, WEIGHTS)
+        d_x = self._matrix_product(_rows(gradient), weight.to(x.dtype).T, GRADIENTS, WEIGHTS)
         return d_x.to(x.dtype).view(x.shape)
 
-    def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def weight_gradient(self, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of the weight from the input and the gradient of the output."""
-        d_weight = self._product(_rows(gradient).T, _rows(x).T, GRADIENTS, INPUTS).to(x.dtype)
+        d_weight = self._matrix_product(_rows(gradient).T, _rows(x).T, GRADIENTS, INPUTS).to(x.dtype)
         return d_weight.to(self.dtype)
 
-    def _product(self, a: Tensor, b: Tensor, of_a: int, of_b: int) -> Tensor:
+    def _matrix_product(self, a: Tensor, b: Tensor, of_a: int, of_b: int) -> Tensor:
         """Return a @ b.T [N, O] float32 of matrices [N, K] and [O, K], quantised as inputs, weights or gradients."""
         first, second = (self._quantised(x, number) for x, number in ((a, of_a), (b, of_b)))
         if is_8_bit_product(first, second):
@@ -180,7 +181,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """The linear map of fp8_linear."""
+    """The linear layer of fp8_linear."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: Fp8Products) -> Tensor:
@@ -192,17 +193,18 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients that are needed; each is one product."""
+        """Return the gradients that are needed; each is one matrix product."""
         x, weight = ctx.saved_tensors
-        of_x, of_weight, _ = ctx.needs_input_grad
-        d_x = ctx.products.input_gradient(gradient, x, weight) if of_x else None
-        return d_x, ctx.products.weight_gradient(gradient, x, weight) if of_weight else None, None
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        d_x = ctx.products.input_gradient(x, weight, gradient) if needs_x else None
+        d_weight = ctx.products.weight_gradient(x, weight, gradient) if needs_weight else None
+        return d_x, d_weight, None
 
 
 def _cast(x: Tensor, scales: Tensor, quantization: Quantization) -> Tensor:
     """Return a matrix in the 8-bit type, contiguous in memory."""
     largest = quantization.largest
-    clipped = (x * _spread(scales, x.shape, quantization)).clamp_(-largest, largest)
+    clipped = (x * _expand_scales(scales, x.shape, quantization)).clamp_(-largest, largest)
     return clipped.to(getattr(torch, quantization.dtype), memory_format=torch.contiguous_format)
 
 
@@ -226,7 +228,7 @@ def _scales(maxima: Tensor, quantization: Quantization) -> Tensor:
     return scale.masked_fill(~maxima.isfinite(), float("nan"))
 
 
-def _spread(scale: Tensor, shape: torch.Size, quantization: Quantization) -> Tensor:
+def _expand_scales(scale: Tensor, shape: torch.Size, quantization: Quantization) -> Tensor:
     """Repeat the scale of each block for its elements. [N, K], or [1, 1] for one scale."""
     if quantization.block is None:
         return scale

@@ -1,4 +1,4 @@
-"""Linear maps of groups of rows, such as the experts of a mixture, by products of 8-bit floats in PyTorch.
+"""Linear layers of groups of rows, such as the experts of a mixture, in FP8 in PyTorch.
 
 Each group has a matrix of its own. diptych/plans/fp8.py defines scales and blocks of the arrays.
 
@@ -36,7 +36,7 @@ def fp8_grouped_linear(
     scales: Float[Tensor, "3"] | None = None,
     ranks: SharingRanks = ALONE,
 ) -> Float[Tensor, "m o"]:
-    """Multiply consecutive rows by the matrix of their group, by products of 8-bit floats, forward and backward.
+    """Multiply consecutive rows by the matrix of their group, by matrix products of 8-bit floats, forward and backward.
 
     Args:
         x: rows, those of the first group first. [M, I]
@@ -61,7 +61,7 @@ def fp8_grouped_linear(
 
 
 class Groups:
-    """The products of the groups, and the scales of their arrays.
+    """The matrix products of the groups, and the scales of their arrays.
 
     Args:
         sizes: number of rows of each group.
@@ -84,7 +84,7 @@ class Groups:
         return saved
 
     def products(self, x: Tensor, weight: Tensor, gradient: Tensor | None = None) -> Any:
-        """Return the products of one group, with the scales of the arrays of all groups."""
+        """Return the matrix products of one group, with the scales of the arrays of all groups."""
         assert self.recipe is not None, "a subclass has other products"
         if self.recipe.inputs.block is not None:
             return Fp8Products(self.recipe, weight.dtype)
@@ -100,7 +100,7 @@ class Groups:
 
 
 class GroupedLinear(torch.autograd.Function):
-    """The linear map of fp8_grouped_linear."""
+    """The linear layer of fp8_grouped_linear."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, packed: Tensor | None, groups: Groups) -> Tensor:
@@ -117,18 +117,18 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients that are needed; each is one product for every group."""
+        """Return the gradients that are needed; each is one matrix product for every group."""
         saved, weight = ctx.saved_tensors
         groups: Groups = ctx.groups
         x = groups.read(saved, weight.shape[2], gradient.dtype)
         rounded = weight.to(gradient.dtype)
         products = groups.products(x, rounded, gradient)
-        of_x, of_weight, *_ = ctx.needs_input_grad
-        each = [*zip(gradient.split(groups.sizes), x.split(groups.sizes), rounded, strict=True)]
-        d_x = torch.empty_like(x) if of_x else None
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        each = [*zip(x.split(groups.sizes), rounded, gradient.split(groups.sizes), strict=True)]
+        d_x = torch.empty_like(x) if needs_x else None
         for into, operands in zip(() if d_x is None else d_x.split(groups.sizes), each, strict=False):
             into.copy_(products.input_gradient(*operands))
-        d_weight = torch.empty_like(weight) if of_weight else None
+        d_weight = torch.empty_like(weight) if needs_weight else None
         for into, operands in zip(() if d_weight is None else d_weight, each, strict=False):
             into.copy_(products.weight_gradient(*operands))
         return d_x, d_weight, None, None

@@ -4,7 +4,7 @@ A mixer projects tokens to queries, keys and values, applies a short causal conv
 It normalises the output of each head and multiplies it by a gate. Mirrors ``jax_impl/linear_attention.py``.
 
 Reference: Yang, Kautz and Hatamizadeh, arXiv 2412.06464, section 3.4; Kimi Team, arXiv 2510.26692, section 4. Here q, k
-and v come from one projection and one convolution, and the linear maps have biases if the model has biases.
+and v come from one projection and one convolution, and the linear layers have biases if the model has biases.
 """
 
 from functools import partial
@@ -248,9 +248,9 @@ class KimiDeltaAttention(_DeltaRuleMixer):
         return torch.sigmoid(_apply(self.linear_gate_up, _apply(self.linear_gate_down, hidden_states, packed)))
 
 
-def _apply(linear_map: Linear, x: Tensor, packed: Tensor | None = None) -> Tensor:
-    """Apply a linear map and add its bias; see Linear for ``packed``."""
-    return add_bias(*linear_map(x, packed))
+def _apply(linear_layer: Linear, x: Tensor, packed: Tensor | None = None) -> Tensor:
+    """Apply a linear layer and add its bias; see Linear for ``packed``."""
+    return add_bias(*linear_layer(x, packed))
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:

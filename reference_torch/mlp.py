@@ -27,7 +27,7 @@ from reference_torch.recompute import SAVE_ALL, BlockRecomputation, name_value
 
 
 class MLP(nn.Module):
-    """Two linear maps around an activation function.
+    """Two linear layers around an activation function.
 
     Args:
         config: configuration of the model.
@@ -52,13 +52,13 @@ class MLP(nn.Module):
 
     @property
     def output_bias(self) -> Tensor | None:
-        """The bias [D] of the second map, which the caller adds."""
+        """The bias [D] of the second layer, which the caller adds."""
         return self.linear_fc2.bias
 
     def forward(
         self, hidden_states: Float[Tensor, "b t d"], recompute: BlockRecomputation = SAVE_ALL, tp_size: int = 1
     ) -> Float[Tensor, "b t d"]:
-        """Return the output without the bias of the second map.
+        """Return the output without the bias of the second layer.
 
         Args:
             hidden_states: input. [B, T, D]
@@ -158,7 +158,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of equal size, whose weights are one array for each map: [E, O, I].
+    """MLPs of equal size, whose weights are one array for each layer: [E, O, I].
 
     Args:
         config: configuration of the model.

@@ -1,4 +1,4 @@
-"""Linear maps and norms, with parameters initialised by diptych/plans/model/parameters.py.
+"""Linear layers and norms, with parameters initialised by diptych/plans/model/parameters.py.
 
 Mirrors ``jax_impl/modules.py``.
 """
@@ -20,11 +20,11 @@ from reference_torch.amax_history import delayed_scales, observe
 from reference_torch.fp8 import ALONE, Fp8Products, SharingRanks, fp8_linear
 from reference_torch.grouped_fp8 import fp8_grouped_linear
 from reference_torch.ops import add_bias, grouped_linear, linear, parameter
-from reference_torch.tensor_parallel import WHOLE, TensorParallel
+from reference_torch.tensor_parallel import UNSHARDED, TensorParallel
 
 
 class Linear(nn.Module):
-    """A linear map that returns its bias instead of adding it.
+    """A linear layer that returns its bias instead of adding it.
 
     Args:
         config: configuration of the model.
@@ -53,7 +53,7 @@ class Linear(nn.Module):
 
         Args:
             x: input. [B, T, I]
-            packed: x as ``pack`` has returned it for another map of the same input.
+            packed: x as ``pack`` has returned it for another layer of the same input.
         """
         if self.saved_as is not None:
             return self._packed(x, self.pack(x) if packed is None else packed), self.bias
@@ -92,7 +92,7 @@ class Linear(nn.Module):
     def _in_fp8(
         self, x: Float[Tensor, "*b i"], recipe: ProductRecipe, product: Callable[..., Tensor] = fp8_linear
     ) -> Float[Tensor, "*b o"]:
-        """Return x times the weight, computed by products of 8-bit floats."""
+        """Return x times the weight, computed by matrix products of 8-bit floats."""
         history = self.amax_history
         if history is None:
             return product(x, self.weight, recipe, ranks=self.sharing_ranks)
@@ -113,14 +113,14 @@ def _packed_by_groups(
 
 
 def set_gradient_factor(module: nn.Module, factor: int) -> None:
-    """Set the factor by which the gradients of backward exceed the gradients of a step's loss, in all linear maps."""
+    """Set the factor by which the gradients of backward exceed the gradients of a step's loss, in all linear layers."""
     for each in module.modules():
         if isinstance(each, Linear):
             each.gradient_factor = factor
 
 
 def set_sharing_ranks(module: nn.Module, ranks: SharingRanks) -> None:
-    """Set the ranks that have other parts of the arrays, in all FP8 linear maps of a module."""
+    """Set the ranks that have other parts of the arrays, in all FP8 linear layers of a module."""
     for each in module.modules():
         if isinstance(each, Linear) and each.fp8 is not None:
             each.sharing_ranks = ranks
@@ -149,7 +149,7 @@ class RMSNorm(nn.Module):
         self.offset = spec.offset
         self.weight = parameter(config, f"{name}.weight", spec)
 
-    def forward(self, x: Float[Tensor, "*b d"], channels: TensorParallel = WHOLE) -> Float[Tensor, "*b d"]:
+    def forward(self, x: Float[Tensor, "*b d"], channels: TensorParallel = UNSHARDED) -> Float[Tensor, "*b d"]:
         """Call ops.rms_norm, or TensorParallel.joint_norm if ranks share the channels."""
         weight = self.weight + self.offset if self.offset else self.weight
         return channels.joint_norm(x, weight, self.epsilon)

@@ -67,7 +67,7 @@ def import_parameters(
 def export_arrays(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
     """Return parameters and both moments of AdamW, by prefixed canonical name; moments are 0 before the first step.
 
-    With a DistributedAdamW, all of its ranks call this function, and each receives whole moments.
+    With a DistributedAdamW, all of its ranks call this function, and each receives unsharded moments.
     """
     arrays = {}
     for name, parameter in _named_parameters(model):
@@ -75,7 +75,7 @@ def export_arrays(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, n
         for prefix, key in ((FIRST_MOMENT, "exp_avg"), (SECOND_MOMENT, "exp_avg_sq")):
             moment = optimizer.state.get(parameter, {}).get(key)
             if isinstance(optimizer, DistributedAdamW):
-                moment = optimizer.whole(moment, parameter)
+                moment = optimizer.unshard(moment, parameter)
             arrays[prefix + name] = _array(torch.zeros_like(parameter) if moment is None else moment)
     return arrays
 
@@ -110,7 +110,7 @@ def import_arrays(
             for key, values in (("exp_avg", first), ("exp_avg_sq", second))
         }
         if isinstance(optimizer, DistributedAdamW):
-            state = {key: optimizer.own_share(moment).clone() for key, moment in state.items()}
+            state = {key: optimizer.own_shard(moment).clone() for key, moment in state.items()}
         optimizer.state[parameter] |= {"step": torch.tensor(float(step), device=parameter.device), **state}
     _check_own_memory(model, optimizer)
     return model, optimizer
@@ -142,7 +142,7 @@ def _named_parameters(model: Model) -> Iterator[tuple[str, nn.Parameter]]:
 def _exact(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> Tensor:
     """Return a parameter, or the master weights of which it is a rounded copy."""
     if isinstance(optimizer, DistributedAdamW) and (master := optimizer.master_weight(parameter)) is not None:
-        return optimizer.whole(master, parameter)
+        return optimizer.unshard(master, parameter)
     return parameter
 
 

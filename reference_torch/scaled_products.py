@@ -22,7 +22,7 @@ class Quantized(NamedTuple):
 
     values: Tensor
     """Elements in an 8-bit type. [N, K]"""
-    inverse: Tensor
+    scale_inv: Tensor
     """Inverse of the scale of every block. [blocks of N, blocks of K] float32"""
     quantization: Quantization
     """Type and blocks."""
@@ -66,8 +66,8 @@ def product_in_8_bits(a: Quantized, b: Quantized) -> Float[Tensor, "m n"]:
 def _scale(x: Quantized) -> tuple[Tensor, ScalingType]:
     """Return the inverse scales in the layout that cuBLAS reads, and its name."""
     if x.quantization.block is None:
-        return x.inverse, ScalingType.TensorWise
+        return x.scale_inv, ScalingType.TensorWise
     if x.quantization.block[0] == 1:
-        return x.inverse.T.contiguous().T, ScalingType.BlockWise1x128
-    missing = -x.inverse.shape[1] % 4
-    return functional.pad(x.inverse, (0, missing)).T, ScalingType.BlockWise128x128
+        return x.scale_inv.T.contiguous().T, ScalingType.BlockWise1x128
+    missing = -x.scale_inv.shape[1] % 4
+    return functional.pad(x.scale_inv, (0, missing)).T, ScalingType.BlockWise128x128

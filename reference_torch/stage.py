@@ -17,7 +17,7 @@ from diptych.plans.recompute import RecomputeBlock
 from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.wavefront import MESSAGE_KINDS, finish
 from reference_torch.offload import TensorOffloadManager
-from reference_torch.tensor_parallel import WHOLE, TensorParallel
+from reference_torch.tensor_parallel import UNSHARDED, TensorParallel
 from reference_torch.transformer import GPTModel
 
 
@@ -32,7 +32,7 @@ class Microbatch(NamedTuple):
     training: bool
     cp: ProcessGroup | None = None
     """Ranks that share its sequences; None: this rank has complete sequences."""
-    tensor_parallel: TensorParallel = WHOLE
+    tensor_parallel: TensorParallel = UNSHARDED
     """Ranks that share the layers of the stage."""
 
 

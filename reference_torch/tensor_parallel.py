@@ -62,6 +62,9 @@ class TensorParallel(NamedTuple):
     def enter(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t2 d"]:
         """Return the tokens of all ranks, as every rank of a region needs them.
 
+        In Megatron-core this is gather_from_sequence_parallel_region, and without sequence parallelism
+        copy_to_tensor_model_parallel_region.
+
         Args:
             x: tokens of this rank; without sequence parallelism, of all ranks. [B, T / n, D] or [B, T, D]
 
@@ -74,6 +77,9 @@ class TensorParallel(NamedTuple):
 
     def leave(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t2 d"]:
         """Return the sum of a region's outputs over the ranks; with sequence parallelism, only this rank's tokens.
+
+        In Megatron-core this is reduce_scatter_to_sequence_parallel_region, and without sequence parallelism
+        reduce_from_tensor_model_parallel_region.
 
         Args:
             x: partial sums of all tokens. [B, T, D]
@@ -102,7 +108,7 @@ class TensorParallel(NamedTuple):
             x; without sequence parallelism, its gradient is multiplied by the number of ranks, as if it were summed
             over them.
         """
-        return x if self.size == 1 or self.sequence_parallel else _whole_gradient(x, self)
+        return x if self.size == 1 or self.sequence_parallel else _multiply_gradient(x, self)
 
     def own_share(self, x: Float[Tensor, "b t"]) -> Float[Tensor, "b t2"]:
         """Return values that all ranks compute equally in a region, for use between regions.
@@ -112,14 +118,15 @@ class TensorParallel(NamedTuple):
 
         Returns:
             Those of this rank's tokens [B, T / n]; without sequence parallelism all of them [B, T], with the gradient
-            divided by the number of ranks, over which the gradients of the region's parameters are summed.
+            divided by the number of ranks, because the gradients of the region's parameters and of its input are summed
+            over the ranks. In PyTorch, for_own_share stands in for the sum of the input's gradient.
         """
         if self.size == 1 or self.sequence_parallel:
             return self.own_tokens(x)
-        return _share_of_gradient(x, self)
+        return _divide_gradient(x, self)
 
     def own_masks(self, state: DropoutState | None) -> DropoutState | None:
-        """Return the dropout state of this rank's tokens, so that they have the masks they have in a whole model."""
+        """Return the dropout state of this rank's tokens, so that they have the masks of the single-device model."""
         if state is None or self.token_parts == 1:
             return state
         low, high = (self.own_tokens(row).contiguous() for row in (state.row_low, state.row_high))
@@ -197,8 +204,8 @@ class TensorParallel(NamedTuple):
         return local.where(is_own, 0), is_own
 
 
-WHOLE = TensorParallel()
-"""One rank, which holds the whole model."""
+UNSHARDED = TensorParallel()
+"""One rank, which holds all layers and parameters unsharded."""
 
 
 def sum_repeated(
@@ -264,10 +271,10 @@ def counted_once(
         if not is_repeated(split, size):
             counted.append(gradient)
         elif split is not None:
-            shares = torch.from_numpy(share_counted(split, size, rank)).to(gradient)
+            counts = torch.from_numpy(share_counted(split, size, rank)).to(gradient)
             by_axis = [1] * gradient.dim()
             by_axis[split.axis] = -1
-            counted.append(gradient * shares.view(by_axis))  # of the whole shape, because norms_of_shares divides it
+            counted.append(gradient * counts.view(by_axis))  # keeps the shape, which norms_of_shards divides
         elif rank == 0:
             counted.append(gradient)
     return counted
@@ -350,8 +357,8 @@ _scatter = _exchange(_scattered, _gathered)
 _sum = _exchange(_total, _unchanged)
 _sum_of_gradients = _exchange(_unchanged, _total)
 _sum_both = _exchange(_total, _total)
-_share_of_gradient = _exchange(_unchanged, lambda grad, among: grad / among.size)
-_whole_gradient = _exchange(_unchanged, lambda grad, among: grad * among.size)
+_divide_gradient = _exchange(_unchanged, lambda grad, among: grad / among.size)
+_multiply_gradient = _exchange(_unchanged, lambda grad, among: grad * among.size)
 
 
 class _CrossEntropy(torch.autograd.Function):

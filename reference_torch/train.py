@@ -35,11 +35,11 @@ from diptych.plans.checkpoint import (
     write_checkpoint,
 )
 from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.model.parameters import check_values, initial_value, parameter_specs
 from diptych.plans.offload import rank_uses
-from diptych.plans.optimizer_shares import has_master_weights, stored_dtype
+from diptych.plans.optimizer_shards import has_master_weights, stored_dtype
 from diptych.plans.tensor_parallel import join_all, rank_config, rank_part
 from diptych.plans.training import (
     StepResult,
@@ -51,7 +51,7 @@ from diptych.plans.training import (
     learning_rate,
     microbatches,
 )
-from reference_torch.distributed_optimizer import DistributedAdamW, norms_of_shares
+from reference_torch.distributed_optimizer import DistributedAdamW, norms_of_shards
 from reference_torch.fp8 import SharingRanks
 from reference_torch.groups import (
     ProcessGroups,
@@ -116,7 +116,7 @@ class Trainer:
         self._messages = None if self._groups.pp is None else P2PCommunicator(self._groups.pp, config, self.device)
         tp = self._groups.tp
         self._tensor_parallel = TensorParallel(tp, config.sequence_parallel, config.pipeline_timeout)
-        self._specs = parameter_specs(undivided(config))
+        self._specs = parameter_specs(unsharded(config))
         part = rank_config(config)
         built = get_model(lambda **ends: model_provider(part, **ends).to(self.device), config, self._groups.pp_rank)
         self.stages: list[PipelineStage] = built if isinstance(built, list) else [built]
@@ -150,7 +150,8 @@ class Trainer:
             sharing = self._groups.with_same_stages
             optimizer = DistributedAdamW(groups, sharing, self.config.pipeline_timeout, **settings)
             narrow = getattr(torch, self.config.compute_dtype)
-            optimizer.store_in(narrow, [p for p, dtype in self._stored_dtypes() if dtype != self.config.params_dtype])
+            rounded = [p for p, dtype in self._stored_dtypes() if dtype != self.config.params_dtype]
+            optimizer.keep_master_weights(narrow, rounded)
             return optimizer
         return HistoryAdamW(groups, **settings, fused=True)
 
@@ -247,11 +248,11 @@ class Trainer:
             if is_history(parameter.shape):
                 continue
             assert parameter.grad is not None, f"no gradient has reached {name}"
-            whole = parameter.grad
-            if self._is_distributed:  # each rank has the sums of its share, and 0 elsewhere
+            gradient = parameter.grad
+            if self._is_distributed:  # each rank has the sums of its shard, and 0 elsewhere
                 group = self._groups.with_same_stages
-                whole = sum_over(whole, group, "the gradients of a batch", self.config.pipeline_timeout)
-            gradients[name] = whole.cpu().numpy().copy()
+                gradient = sum_over(gradient, group, "the gradients of a batch", self.config.pipeline_timeout)
+            gradients[name] = gradient.cpu().numpy().copy()
         self._optimizer.zero_grad(set_to_none=True)
         return loss.item(), self._gather(gradients)
 
@@ -402,7 +403,7 @@ class Trainer:
         }
 
     def _gather(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the whole arrays of all parameters, of which every rank has some; names as in _own."""
+        """Return the unsharded arrays of all parameters, of which every rank has some; names as in _own."""
         splits = {prefix + name: spec.split for name, spec in self._specs.items() for prefix in _PREFIXES}
         return gather(join_all(gather_parts(arrays, self._groups.tp), splits), self._groups.pp)
 
@@ -411,8 +412,8 @@ class Trainer:
         with torch.no_grad():
             for stage in self.stages:  # two of which may have a copy of a tied embedding
                 for name, parameter in stage.named_parameters():
-                    whole = initial_value(self.config.seed, name, self._specs[name])
-                    parameter.copy_(torch.from_numpy(self._own({name: whole})[name]))
+                    unsharded_array = initial_value(self.config.seed, name, self._specs[name])
+                    parameter.copy_(torch.from_numpy(self._own({name: unsharded_array})[name]))
 
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of this rank, by canonical name."""
@@ -427,7 +428,7 @@ class Trainer:
         gradients = {name: gradient for name, gradient in gradients.items() if not is_history(gradient.shape)}
         splits = {name: self._specs[name].split for name in gradients}
         counted = counted_once(gradients, splits, self._tensor_parallel)
-        norm = self._norm_over_shares(counted)
+        norm = self._norm_of_shards(counted)
         for group in (self._groups.tp, self._groups.pp):
             if group is not None:
                 norm = sum_over(norm**2, group, "the norm of the gradients", self.config.pipeline_timeout) ** 0.5
@@ -436,12 +437,12 @@ class Trainer:
             torch.nn.utils.clip_grads_with_norm_(all_parameters, self.train_config.clip_grad, norm)
         return norm
 
-    def _norm_over_shares(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the norm of this rank's gradients, which ranks with the same stages have or share."""
+    def _norm_of_shards(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of this rank's gradients, which ranks with the same stages have too, or shards of them."""
         group = self._groups.with_same_stages
         count = 1 if group is None else group.size()
         own = dist.get_rank(group) if self._is_distributed else None
-        norms = norms_of_shares(gradients, count, own)
+        norms = norms_of_shards(gradients, count, own)
         norms = norms.to(self.device, getattr(torch, self.config.params_dtype))
         if self._is_distributed:
             alone = norms.new_zeros(count)

@@ -38,7 +38,7 @@ from reference_torch.ops import (
 )
 from reference_torch.recompute import BlockRecomputation, name_value, run_block
 from reference_torch.self_attention import LatentAttention, SelfAttention
-from reference_torch.tensor_parallel import WHOLE, TensorParallel
+from reference_torch.tensor_parallel import UNSHARDED, TensorParallel
 
 MIXER_MODULES = {"attention": SelfAttention, "mla": LatentAttention, "gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
 """Mixer names of the layer pattern and their modules."""
@@ -67,6 +67,7 @@ class TransformerLayer(nn.Module):
         )
         mixer_norm, mlp_norm = layer.norm_names
         setattr(self, mixer_norm, RMSNorm(config, f"{name}.{mixer_norm}"))
+        # Every mixer is named as attention is in Megatron-core, so that checkpoints have one name for it.
         self.self_attention = MIXER_MODULES[layer.mixer](config, layer_number, f"{name}.self_attention")
         self.mlp_hyper_connection = (
             HyperConnectionModule(config, layer_number, f"{name}.mlp_hyper_connection")
@@ -108,6 +109,8 @@ class TransformerLayer(nn.Module):
         connection = self.mlp_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
         normed = self._norm("pre_mlp_layernorm", aggregated, recompute)
+        # Without sequence parallelism enter is an identity, and runs inside the replayed call: a replay needs only the
+        # output of the norm. normed has not entered the region then, so for_own_share restores the sum of its gradient.
         normed = ranks.enter(normed) if ranks.sequence_parallel else normed
         output = recompute("mlp_output", self._mlp_output, normed, recompute.inside("mlp_output"), ranks)
         if ranks.size > 1:  # outside of what is recomputed, so that backward does not sum over ranks again
@@ -130,7 +133,7 @@ class TransformerLayer(nn.Module):
 
     def _mlp_output(self, normed: Tensor, recompute: BlockRecomputation, ranks: TensorParallel) -> Tensor:
         """Return the output [B, T, D] of the MLP with its bias; with several ranks, a partial sum without the bias."""
-        if not ranks.sequence_parallel:  # an identity here; a replay needs only the normed values
+        if not ranks.sequence_parallel:  # otherwise forward has entered the region
             normed = ranks.enter(normed)
         output = self.mlp(normed, recompute, ranks.size)
         return name_value(output if ranks.size > 1 else add_bias(output, self.mlp.output_bias), "mlp_output")
@@ -172,6 +175,8 @@ class TransformerLayer(nn.Module):
 
 class TransformerBlock(nn.Module):
     """The layers of one pipeline stage; the last stage also has the final norm.
+
+    Offload observes the layers by hooks (``offload/observe.py``), so ``forward`` does not name it.
 
     Args:
         config: configuration of the whole model.
@@ -250,7 +255,9 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = parameter(config, f"{name}.weight", embedding_spec(config)["weight"])
 
-    def forward(self, tokens: Int[Tensor, "b t"], tensor_parallel: TensorParallel = WHOLE) -> Float[Tensor, "b t2 d"]:
+    def forward(
+        self, tokens: Int[Tensor, "b t"], tensor_parallel: TensorParallel = UNSHARDED
+    ) -> Float[Tensor, "b t2 d"]:
         """Return the vectors of the tokens [B, T, D], or of this rank's tokens, see TensorParallel.embed.
 
         Raises:
@@ -305,7 +312,7 @@ class GPTModel(nn.Module):
         document_starts: Tensor | None = None,
         cache: DecodingCache | None = None,
         cp_context: FLACPContext | None = None,
-        tensor_parallel: TensorParallel = WHOLE,
+        tensor_parallel: TensorParallel = UNSHARDED,
         training: bool = True,
     ) -> Tensor:
         """Return the loss, the logits, or the hidden states for the next stage.
@@ -341,6 +348,7 @@ class GPTModel(nn.Module):
         check_inputs(seq_length, (batch, length), cached_length(cache), texts, cp_context, positions, **masks)
         if positions is None:
             positions = torch.arange(length, device=inputs.device) + (0 if cache is None else cache.length)
+        # pack_documents reads only the shape and the device of tokens.
         tokens = inputs if inputs.shape[1] == length else inputs.new_empty((batch, length))
         sequences = cp_context or pack_documents(document_starts, tokens, self.config.has_softmax)
         state = None

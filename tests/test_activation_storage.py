@@ -63,12 +63,12 @@ def assert_packed_alike(x: np.ndarray) -> None:
     np.testing.assert_array_equal(np.asarray(UNPACK_IN_JAX(of_jax, x.shape[-1], jnp.float32)), read)
     for found in (of_torch, of_jax):
         np.testing.assert_array_equal(np.asarray(found)[finite], packed[finite])
-    whole, inverse = fp8.quantize(x.reshape(-1, x.shape[-1]), plan.QUANTIZATION)
-    np.testing.assert_array_equal(read.reshape(whole.shape), fp8.dequantize(whole, inverse, plan.QUANTIZATION))
+    whole, scale_inv = fp8.quantize(x.reshape(-1, x.shape[-1]), plan.QUANTIZATION)
+    np.testing.assert_array_equal(read.reshape(whole.shape), fp8.dequantize(whole, scale_inv, plan.QUANTIZATION))
 
 
 @pytest.mark.parametrize("recipe", [None, fp8.product_recipe("e4m3", "blockwise")], ids=["float32", "FP8"])
-def test_backward_of_a_linear_map_reads_its_input_in_8_bits(recipe):
+def test_backward_of_a_linear_layer_reads_its_input_in_8_bits(recipe):
     x, weight, gradient = normal(0, 3, 7, 140), normal(1, 9, 140), normal(2, 3, 7, 9)
     x, weight, gradient = (a.astype(np.float32) for a in (x, weight, gradient))
     read = plan.unpack(plan.pack(x), 140).reshape(-1, 140)
@@ -78,9 +78,9 @@ def test_backward_of_a_linear_map_reads_its_input_in_8_bits(recipe):
         of_torch, of_jax = in_torch.PlainProducts(), LinearProducts()
     else:
         right = [
-            fp8.product(x.reshape(-1, 140), weight, recipe.inputs, recipe.weights).reshape(gradient.shape),
-            fp8.product(rows, weight.T, recipe.gradients, recipe.weights).reshape(x.shape),
-            fp8.product(rows.T, read.T, recipe.gradients, recipe.inputs),
+            fp8.matrix_product(x.reshape(-1, 140), weight, recipe.inputs, recipe.weights).reshape(gradient.shape),
+            fp8.matrix_product(rows, weight.T, recipe.gradients, recipe.weights).reshape(x.shape),
+            fp8.matrix_product(rows.T, read.T, recipe.gradients, recipe.inputs),
         ]
         from jax_impl.fp8 import Fp8Products as JaxProducts
 

@@ -129,9 +129,9 @@ def test_products_with_given_scales(dtype):
     wide, of_g, rounded = x.astype(np.float32), g.astype(np.float32), w.astype(dtype).astype(np.float32)
     assert (np.abs(wide) * 16 > 448).any()
     expected = (
-        fp8.product(wide, rounded, DELAYED.inputs, DELAYED.weights, (scales[0], scales[1])),
-        fp8.product(of_g, rounded.T, DELAYED.gradients, DELAYED.weights, (scales[2], scales[1])),
-        fp8.product(of_g.T, wide.T, DELAYED.gradients, DELAYED.inputs, (scales[2], scales[0])),
+        fp8.matrix_product(wide, rounded, DELAYED.inputs, DELAYED.weights, (scales[0], scales[1])),
+        fp8.matrix_product(of_g, rounded.T, DELAYED.gradients, DELAYED.weights, (scales[2], scales[1])),
+        fp8.matrix_product(of_g.T, wide.T, DELAYED.gradients, DELAYED.inputs, (scales[2], scales[0])),
     )
     of_x = torch.from_numpy(wide).to(getattr(torch, dtype)).requires_grad_()
     of_w = torch.from_numpy(w).requires_grad_()

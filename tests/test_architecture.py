@@ -105,7 +105,8 @@ MODULES = {
     "offload": {"linear_products", "ops", "recompute", "named_modules", "traced_programs"},
     "saving": {"autograd", "distributed_optimizer", "transformer", "offload"},
     "groups": set(),
-    "distributed_optimizer": {"autograd", "groups", "history_adamw"},
+    "staged_parameters": set(),
+    "distributed_optimizer": {"autograd", "groups", "history_adamw", "staged_parameters"},
     "p2p": {"pending_sends"},
     "rank_pool": set(),
     "pipeline": {
@@ -123,6 +124,7 @@ MODULES = {
         "p2p",
         "offload",
         "tensor_parallel",
+        "staged_parameters",
         "wrapped_forward",
     },
     "stage": {"context_parallel", "tensor_parallel", "transformer", "offload"},
@@ -147,7 +149,6 @@ MODULES = {
 
 TORCH_ONLY = {
     *(
-        "distributed_optimizer",
         "history_adamw",
         "pending_sends",
         "scaled_products",
@@ -157,12 +158,12 @@ TORCH_ONLY = {
         "wrapped_forward",
     ),
 }
-"""Modules for backward functions, for forwards of instances, for processes that send each other messages and share an
-optimizer, and for what they call; JAX's step takes the model whole."""
+"""Modules for backward functions, for forwards of instances, for processes that send each other messages, and for what
+they call; JAX's step takes the single-device model."""
 
-JAX_ONLY = {"carry", "history_updates", "linear_products", "named_modules", "traced_programs"}
-"""Modules for what one program of all ranks has to be told, for the classes of nnx modules, for traced programs, and
-for products that a traced backward leaves out."""
+JAX_ONLY = {"carry", "history_updates", "linear_products", "named_modules", "staged_parameters", "traced_programs"}
+"""Modules for what one program of all ranks passes on and how it stores parameters, for the classes of nnx modules, for
+traced programs, and for matrix products that a traced backward leaves out."""
 
 MIRRORED = (
     "operands",

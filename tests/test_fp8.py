@@ -57,19 +57,19 @@ LINEAR_IN_JAX = jax.jit(in_jax.fp8_linear, static_argnums=2)
 
 @partial(jax.jit, static_argnums=3)
 def jax_products(x, w, g, recipe):
-    """The output of JAX's linear map and the gradients of x and w."""
+    """The output of JAX's linear layer and the gradients of x and w."""
     y, pull_back = jax.vjp(lambda x, w: in_jax.fp8_linear(x, w, recipe), x, w)
     return y, *pull_back(g)
 
 
 def assert_quantised_alike(x: np.ndarray, quantization: plan.Quantization) -> None:
-    values, inverse = plan.quantize(x, quantization)
+    values, scale_inv = plan.quantize(x, quantization)
     of_torch = in_torch.quantize(torch.from_numpy(x), quantization)
     of_jax = QUANTIZE_IN_JAX(jnp.asarray(x), quantization)
-    for found, found_inverse in (of_torch, of_jax):
+    for found, found_scale_inv in (of_torch, of_jax):
         np.testing.assert_array_equal(bits(found), bits(values))
-        np.testing.assert_array_equal(np.asarray(found_inverse), inverse)
-    whole = plan.dequantize(values, inverse, quantization)
+        np.testing.assert_array_equal(np.asarray(found_scale_inv), scale_inv)
+    whole = plan.dequantize(values, scale_inv, quantization)
     np.testing.assert_array_equal(in_torch.dequantize(*of_torch, quantization).numpy(), whole)
     np.testing.assert_array_equal(np.asarray(in_jax.dequantize(*of_jax, quantization)), whole)
 
@@ -92,8 +92,8 @@ def test_every_rounding_is_to_the_nearest_and_to_even(quantization):
     x = np.pad(x, (0, rows * 64 - len(x))).reshape(rows, 64)
     x = np.insert(x, 0, quantization.largest, axis=1)  # so that every block has the scale 1
     assert_quantised_alike(x, quantization)
-    values, inverse = plan.quantize(x, quantization)
-    assert (inverse == 1).all()
+    values, scale_inv = plan.quantize(x, quantization)
+    assert (scale_inv == 1).all()
     distance = np.abs(values.astype(np.float32)[..., None] - x[..., None])
     assert (distance <= np.abs(exact - x[..., None]).min(-1, keepdims=True)).all()
     of_halves = plan.quantize(np.insert(half[None], 0, quantization.largest, axis=1), quantization)[0]
@@ -117,9 +117,9 @@ def test_blocks_of_any_shape(shape):
     x = (random.normal(size=shape) * np.exp2(random.integers(-40, 40, shape))).astype(np.float32)
     for quantization in QUANTIZATIONS:
         assert_quantised_alike(x, quantization)
-        values, inverse = plan.quantize(x, quantization)
+        values, scale_inv = plan.quantize(x, quantization)
         rows, columns = quantization.block or shape
-        for (i, j), found in np.ndenumerate(inverse):
+        for (i, j), found in np.ndenumerate(scale_inv):
             block = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
             scale = np.float32(quantization.largest) / np.abs(x[block]).max()
             scale = np.exp2(np.floor(np.log2(scale.astype(np.float64)))) if quantization.block else scale
@@ -131,16 +131,16 @@ def test_blocks_of_any_shape(shape):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_linear_map_and_its_gradients_are_products_of_quantised_arrays(recipe, dtype):
+def test_a_linear_layer_and_its_gradients_are_products_of_quantised_arrays(recipe, dtype):
     random = np.random.default_rng(0)
     x = random.normal(size=(3, 50, 140)).astype(np.float32).astype(dtype)
     g = random.normal(size=(3, 50, 132)).astype(np.float32).astype(dtype)
     w = random.normal(size=(132, 140)).astype(np.float32)
     flat, rows, rounded = x.reshape(150, 140), g.reshape(150, 132), w.astype(dtype)
     expected = (
-        plan.product(flat, rounded, recipe.inputs, recipe.weights).reshape(3, 50, 132),
-        plan.product(rows, rounded.T, recipe.gradients, recipe.weights).reshape(x.shape),
-        plan.product(rows.T, flat.T, recipe.gradients, recipe.inputs),
+        plan.matrix_product(flat, rounded, recipe.inputs, recipe.weights).reshape(3, 50, 132),
+        plan.matrix_product(rows, rounded.T, recipe.gradients, recipe.weights).reshape(x.shape),
+        plan.matrix_product(rows.T, flat.T, recipe.gradients, recipe.inputs),
     )
 
     def tensor(a):
@@ -180,7 +180,7 @@ def test_weights_and_their_gradients_are_rounded_to_the_type_of_the_input(groupe
 
 
 def fp8_products(grouped: bool, backend: str, recipe, x: np.ndarray, w: np.ndarray, g: np.ndarray) -> list[np.ndarray]:
-    """The output of an FP8 map and the gradients of x and w; groups have 5, 0 and 15 rows."""
+    """The output of an FP8 layer and the gradients of x and w; groups have 5, 0 and 15 rows."""
     sizes = (5, 0, 15)
     scales = np.array([4.0, 8.0, 0.5], np.float32) if recipe is DELAYED else None
     if backend == "torch":
@@ -228,10 +228,10 @@ def test_a_nan_of_one_rank_reaches_the_others(monkeypatch):
     ranks = in_torch.SharingRanks((object(),))  # pyright: ignore[reportArgumentType]
     x = torch.ones(2, 3)
     x[0, 1] = torch.nan
-    values, inverse = in_torch.quantize(x, plan.product_recipe("e4m3", "current").inputs, ranks=ranks)
+    values, scale_inv = in_torch.quantize(x, plan.product_recipe("e4m3", "current").inputs, ranks=ranks)
     assert [largest.tolist() for largest in sent] == [[[float("inf")]]]
     assert values.float().isnan().all()
-    assert inverse.isnan().all()
+    assert scale_inv.isnan().all()
 
 
 def test_scales_far_apart_do_not_overflow():
@@ -377,7 +377,7 @@ def test_the_maps_of_the_list_multiply_quantised_arrays_and_no_others(config, re
     def check(name, module, given, outputs):
         x, w, y = (t.detach().float().numpy() for t in (given[0], module.weight, outputs[0]))
         rows = x.reshape(-1, x.shape[-1])
-        quantised = plan.product(rows, w, of_recipe.inputs, of_recipe.weights).reshape(y.shape)
+        quantised = plan.matrix_product(rows, w, of_recipe.inputs, of_recipe.weights).reshape(y.shape)
         distances = relative_difference(y, quantised), relative_difference(y, (rows @ w.T).reshape(y.shape))
         assert min(distances) <= 1e-6 < 1e-3 < max(distances)
         seen.setdefault(name.rsplit(".", 1)[-1], set()).add(distances[0] < distances[1])
@@ -386,7 +386,7 @@ def test_the_maps_of_the_list_multiply_quantised_arrays_and_no_others(config, re
         if isinstance(module, Linear):
             module.register_forward_hook(lambda *args, name=name: check(name, *args))
     model(torch.from_numpy(TOKENS))
-    assert seen == {name: {name in plan.LINEAR_MAPS} for name in seen}
+    assert seen == {name: {name in plan.LINEAR_LAYERS} for name in seen}
     found = {name.split(".")[-2] for name, _ in model.named_parameters() if ".linear_" in name and "weight" in name}
     assert found == seen.keys()
 
@@ -403,7 +403,7 @@ EXPERTS = replace(
     moe_shared_expert_gate=True,
 )
 UNQUANTISED = {"head and embedding": 17, "inputs of mHC": 5 * 24, "coefficients of mHC": 5 * 7}
-"""Sizes that no quantised array of these models has: each belongs to one kind of map, and there are 16 tokens."""
+"""Sizes that no quantised array of these models has: each belongs to one kind of layer, and there are 16 tokens."""
 
 
 def quantised_sizes(backend: str, config: TransformerConfig, recipe: str) -> set[int]:
@@ -443,8 +443,8 @@ def test_head_hyper_connections_routers_and_maps_of_few_outputs_are_not_quantise
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_quantised_map_of_few_outputs_is_seen(backend, monkeypatch):
-    """A seeded bug: a map too many in the list."""
-    monkeypatch.setattr(plan, "LINEAR_MAPS", plan.LINEAR_MAPS | {"linear_beta"})
+    """A seeded bug: a layer too many in the list."""
+    monkeypatch.setattr(plan, "LINEAR_LAYERS", plan.LINEAR_LAYERS | {"linear_beta"})
     assert 2 in quantised_sizes(backend, STREAMS, "current")
 
 

@@ -33,9 +33,9 @@ def arrays_of(shape: tuple[int, int, int]) -> list[np.ndarray]:
 
 def expected(recipe, x, weight, gradient) -> list[np.ndarray]:
     return [
-        plan.product(x, weight, recipe.inputs, recipe.weights),
-        plan.product(gradient, weight.T, recipe.gradients, recipe.weights),
-        plan.product(gradient.T, x.T, recipe.gradients, recipe.inputs),
+        plan.matrix_product(x, weight, recipe.inputs, recipe.weights),
+        plan.matrix_product(gradient, weight.T, recipe.gradients, recipe.weights),
+        plan.matrix_product(gradient.T, x.T, recipe.gradients, recipe.inputs),
     ]
 
 
@@ -55,10 +55,10 @@ def test_torch_quantises_to_the_bits_of_numpy(quantization, is_transposed):
         x = np.ascontiguousarray(x.T) if is_transposed else x
         on_gpu = torch.from_numpy(x).cuda()
         on_gpu, x = (on_gpu.T, x.T) if is_transposed else (on_gpu, x)
-        values, inverse = plan.quantize(x, quantization)
-        found, found_inverse = in_torch.quantize(on_gpu, quantization)
+        values, scale_inv = plan.quantize(x, quantization)
+        found, found_scale_inv = in_torch.quantize(on_gpu, quantization)
         np.testing.assert_array_equal(bits(found.cpu()), bits(values))
-        np.testing.assert_array_equal(found_inverse.cpu().numpy(), inverse)
+        np.testing.assert_array_equal(found_scale_inv.cpu().numpy(), scale_inv)
 
 
 @NEEDS_JAX
@@ -68,11 +68,11 @@ def test_jax_quantises_to_the_bits_of_numpy(quantization):
         return in_jax.dequantize(*in_jax.quantize(x, quantization), quantization)
 
     for x in (every_number(quantization.dtype), arrays_of((130, 128, 257))[0]):
-        values, inverse = plan.quantize(x, quantization)
-        found, found_inverse = jax.jit(in_jax.quantize, static_argnums=1)(x, quantization)
+        values, scale_inv = plan.quantize(x, quantization)
+        found, found_scale_inv = jax.jit(in_jax.quantize, static_argnums=1)(x, quantization)
         np.testing.assert_array_equal(bits(found), bits(values))
-        np.testing.assert_array_equal(np.asarray(found_inverse), inverse)
-        np.testing.assert_array_equal(jax.jit(there_and_back)(x), plan.dequantize(values, inverse, quantization))
+        np.testing.assert_array_equal(np.asarray(found_scale_inv), scale_inv)
+        np.testing.assert_array_equal(jax.jit(there_and_back)(x), plan.dequantize(values, scale_inv, quantization))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

@@ -1,4 +1,4 @@
-"""FP8 maps of experts: both backends multiply each expert's quantised rows, and experts compose with the rest."""
+"""FP8 layers of experts: both backends multiply each expert's quantised rows, and experts compose with the rest."""
 
 from dataclasses import replace
 

@@ -34,6 +34,8 @@ RETIRED = {
     "not passed on whole": r"\bpassed on whole\b",
     "weighs": r"\bweighs\b",
     "the begin": r"\bbegin of\b",
+    "undivided": r"undivided",
+    "linear map": r"\blinear[ _]maps?\b",
 }
 IDENTIFIERS = re.compile(r"told|kept|course|hands|alike|weighs|ticks?|drill|shown|speak|ways|travel", re.IGNORECASE)
 """Retired words that are ordinary English, and so are rejected only as names in code."""

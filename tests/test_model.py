@@ -1,5 +1,5 @@
 """The whole model: against a plain network written out here, the backends against each other, and
-stages against the undivided model.
+stages against the single-device model.
 """
 
 import inspect

@@ -117,7 +117,7 @@ def loss_of(output: Any, labels: Tensor) -> Tensor:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the gradients by name, whole if fully_shard has divided them."""
+    """Return copies of the gradients by name, unsharded if fully_shard has divided them."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for name, g in found.items()}
 
@@ -147,7 +147,7 @@ class PipelineTimes(NamedTuple):
     peaks: tuple[int, int]
     """Peak bytes above parameters, from the construction to the end of the second step."""
     differences: tuple[float, float]
-    """Largest relative difference of a gradient from the undivided model."""
+    """Largest relative difference of a gradient from the single-device model."""
     parameters: tuple[int, int]
     """Number of parameters whose gradients were compared."""
 
@@ -297,7 +297,7 @@ def compare_pipelines(
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {CORES[dist.get_rank() % len(CORES)]})
-    expected = _undivided(name, sizes, num_microbatches)
+    expected = _unsharded(name, sizes, num_microbatches)
     pair = [
         _Ours(name, sizes, schedule, num_microbatches),
         _Theirs(name, sizes, schedule, num_microbatches, traced),
@@ -323,8 +323,8 @@ def compare_pipelines(
     return PipelineTimes(seconds, cpu_seconds, tuple(peaks), tuple(differences), tuple(counts))
 
 
-def _undivided(name: str, sizes: Sizes, num_microbatches: int) -> dict[str, Tensor]:
-    """Return the gradients of the same microbatches through the undivided model."""
+def _unsharded(name: str, sizes: Sizes, num_microbatches: int) -> dict[str, Tensor]:
+    """Return the gradients of the same microbatches through the single-device model."""
     model = build(name, sizes)
     for inputs, labels in zip(*(split_batch(each, num_microbatches) for each in data_of(name, sizes)), strict=True):
         (loss_of(model(inputs).logits, labels) / num_microbatches).backward()

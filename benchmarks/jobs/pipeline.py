@@ -52,7 +52,7 @@ class Slept(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """A linear map that sleeps in F and in I; subclasses also sleep in W.
+    """A linear layer that sleeps in F and in I; subclasses also sleep in W.
 
     Args:
         forward, input_gradient, weight_gradient: seconds to sleep.

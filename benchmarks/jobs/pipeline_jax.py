@@ -16,12 +16,13 @@ import numpy as np
 from flax import nnx
 
 from diptych.plans.config import TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.schedule.named import schedule_for
 from jax_impl.pipeline import make_pipeline_step
-from jax_impl.pipeline.programs import StagedParameters, Task
+from jax_impl.pipeline.programs import Task
 from jax_impl.pipeline.saved import StageAutodiff
 from jax_impl.pipeline.stages import Batch, divide_model, names_of
+from jax_impl.staged_parameters import StagedParameters
 from jax_impl.transformer import GPTModel
 
 RANKS = 4
@@ -61,7 +62,7 @@ def lines(memory: dict, seconds: dict, split: dict):
 
 def build_step(m: int, **options: Any) -> tuple[Any, StagedParameters, tuple[np.ndarray, np.ndarray]]:
     """Return a step, its parameters, and a batch of m microbatches of one sequence."""
-    model = GPTModel(undivided(CONFIG))
+    model = GPTModel(unsharded(CONFIG))
     step = make_pipeline_step(model, CONFIG, **options)
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (m, 1, CONFIG.seq_length)).astype(np.int32)
     return step, step.stage_parameters(nnx.split(model, nnx.Param)[1]), (tokens, tokens)
@@ -100,7 +101,7 @@ def step_seconds() -> dict[str, float]:
 def split_cost(saves: str) -> float:
     """Return the FLOPs of I and W together, relative to B, of a stage at D=512 as XLA counts them."""
     stages = divide_model(GPTModel, WIDE, schedule_for(WIDE, 2), training=True)
-    params = nnx.split(GPTModel(undivided(WIDE)), nnx.Param)[1]
+    params = nnx.split(GPTModel(unsharded(WIDE)), nnx.Param)[1]
     staged = stages.stack(dict(zip(names_of(params), jax.tree.leaves(params), strict=True)))
     rank = StagedParameters(jax.tree.map(lambda x: jnp.asarray(x[0]), staged.layers), staged.replicated)
     tokens = jnp.zeros((2, WIDE.seq_length), jnp.int32)

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 
 from diptych.plans.config import TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.schedule.actions import Action, Kind, Schedule
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.simulate import Costs
@@ -61,7 +61,7 @@ def time_sleeping(case: Sleeping, steps: int) -> list[float]:
 
     config = case.config
     m = case.num_microbatches
-    model = GPTModel(undivided(config))
+    model = GPTModel(unsharded(config))
     step = make_pipeline_step(model, config, slots=case.slots)
     staged = step.stage_parameters(nnx.split(model, nnx.Param)[1])
     tokens = np.zeros((m, 1, config.seq_length), np.int32)

@@ -134,7 +134,7 @@ class JaxBlock(nnx.Module):
 
 
 class TorchModel(nn.Module):
-    """Blocks and a linear map."""
+    """Blocks and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class TorchModel(nn.Module):
 
 
 class JaxModel(nnx.Module):
-    """Blocks and a linear map."""
+    """Blocks and a linear layer."""
 
     def __init__(self) -> None:
         self.blocks = nnx.List([JaxBlock() for _ in range(LAYERS)])

@@ -1,4 +1,4 @@
-"""Normalisation layers written by hand, between linear maps."""
+"""Normalisation layers written by hand, between linear layers."""
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +150,7 @@ JAX_NORMS = dict(zip(KINDS, (JaxNorm, JaxRms, JaxGroup, JaxBatch, JaxRunning, Ja
 
 
 class TorchNorms(nn.Module):
-    """A linear map, tanh and a norm of each kind."""
+    """A linear layer, tanh and a norm of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class TorchNorms(nn.Module):
 
 
 class JaxNorms(nnx.Module):
-    """A linear map, tanh and a norm of each kind."""
+    """A linear layer, tanh and a norm of each kind."""
 
     def __init__(self) -> None:
         self.maps = nnx.Dict({kind: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for kind in KINDS})

@@ -52,7 +52,7 @@ DELTA = TransformerConfig(
 
 
 class TorchLayers(nn.Module):
-    """Layers of the transformer, a norm and a linear map."""
+    """Layers of the transformer, a norm and a linear layer."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class TorchLayers(nn.Module):
 
 
 class JaxLayers(nnx.Module):
-    """Layers of the transformer, a norm and a linear map."""
+    """Layers of the transformer, a norm and a linear layer."""
 
     def __init__(self, config: TransformerConfig) -> None:
         self.config = config

@@ -81,7 +81,7 @@ class JaxLayer(nnx.Module):
 
 
 class TorchLstm(nn.Module):
-    """An embedding, layers of cells, a norm and a linear map."""
+    """An embedding, layers of cells, a norm and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class TorchLstm(nn.Module):
 
 
 class JaxLstm(nnx.Module):
-    """An embedding, layers of cells, a norm and a linear map."""
+    """An embedding, layers of cells, a norm and a linear layer."""
 
     def __init__(self) -> None:
         self.embed = nnx.Embed(CLASSES, WIDTH, rngs=nnx.Rngs(0))

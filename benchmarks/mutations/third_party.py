@@ -15,7 +15,7 @@ HEAD = WIDTH // HEADS
 
 
 class TorchEncoder(nn.Module):
-    """torch.nn.TransformerEncoder and a linear map."""
+    """torch.nn.TransformerEncoder and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class JaxEncoderLayer(nnx.Module):
 
 
 class JaxEncoder(nnx.Module):
-    """Encoder layers and a linear map."""
+    """Encoder layers and a linear layer."""
 
     def __init__(self) -> None:
         self.layers = nnx.List([JaxEncoderLayer() for _ in range(LAYERS)])
@@ -110,7 +110,7 @@ ENCODER = Case(
 
 
 class TorchRnn(nn.Module):
-    """Two torch.nn.LSTM and a linear map."""
+    """Two torch.nn.LSTM and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class TorchRnn(nn.Module):
 
 
 class JaxRnn(nnx.Module):
-    """Two nnx.RNN of Flax's LSTM cell, and a linear map."""
+    """Two nnx.RNN of Flax's LSTM cell, and a linear layer."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)

@@ -53,7 +53,7 @@ class JaxAttention(nnx.Module):
 
 
 class TorchMlp(nn.Module):
-    """Two linear maps around GELU."""
+    """Two linear layers around GELU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class TorchMlp(nn.Module):
 
 
 class JaxMlp(nnx.Module):
-    """Two linear maps around GELU."""
+    """Two linear layers around GELU."""
 
     def __init__(self) -> None:
         self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=nnx.Rngs(0))

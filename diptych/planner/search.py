@@ -32,7 +32,7 @@ from diptych.planner.step_time import (
 )
 from diptych.plans.config import TransformerConfig
 from diptych.plans.config.rules import check_at_least
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.recompute import NO_RECOMPUTE
 from diptych.plans.schedule.named import check_sizes, schedule_for
 from diptych.plans.schedule.partition import get_stage_place, num_stages
@@ -132,7 +132,7 @@ class Outcome:
 
 def without_searched_settings(config: TransformerConfig) -> TransformerConfig:
     """Return the model with every searched setting at its default."""
-    return undivided(replace(config, enable_activation_offload=False, enable_tensor_offload=False, **NO_RECOMPUTE))
+    return unsharded(replace(config, enable_activation_offload=False, enable_tensor_offload=False, **NO_RECOMPUTE))
 
 
 def search(

@@ -24,7 +24,7 @@ import numpy as np
 from diptych.planner.memory.kernel_work import KernelWork, Work
 from diptych.planner.memory.nodes import Node
 from diptych.planner.memory.offload import MovingValues
-from diptych.planner.memory.ranks import share_bytes
+from diptych.planner.memory.ranks import shard_bytes
 from diptych.planner.memory.simulate import Simulation
 from diptych.planner.memory.stages import stage_builder
 from diptych.planner.tensor_traffic import RingExchanges, block_exchanges, end_exchanges
@@ -350,7 +350,7 @@ def after_backward(
     own = [0] * config.pipeline_model_parallel_size
     updated = config.context_parallel_size * replicas if config.use_distributed_optimizer else 1
     for stage in range(num_stages(config)):
-        own[get_stage_place(config, stage).pp_rank] += share_bytes(config, stage, updated)
+        own[get_stage_place(config, stage).pp_rank] += shard_bytes(config, stage, updated)
     return waits, UPDATE_MOVES * max(own) / machine.memory_bandwidth
 
 

@@ -14,7 +14,7 @@ import math
 from typing import NamedTuple
 
 from diptych.plans.config import ITEM_SIZES, TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.partition import get_stage_place, num_stages
@@ -87,11 +87,11 @@ def repeated_gradient_bytes(config: TransformerConfig, stage: int) -> int:
         stage: global number of the stage.
     """
     last = num_stages(config) - 1
-    whole = parameter_specs(undivided(config))
+    specs = parameter_specs(unsharded(config))
     own = parameter_specs(config, stage == 0, stage == last, *get_stage_place(config, stage))
     count = 0
     for name in own:
-        spec = whole[name]
+        spec = specs[name]
         if not gradient_is_partial(name, config.sequence_parallel):
             continue
         elements = math.prod(spec.shape)

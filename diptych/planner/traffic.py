@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from diptych.planner.memory.ranks import padded_share_bytes
+from diptych.planner.memory.ranks import padded_shard_bytes
 from diptych.planner.tensor_traffic import exchanged_bytes, repeated_gradient_bytes
 from diptych.plans.config import ITEM_SIZES, TransformerConfig
 from diptych.plans.context.exchange import PIPELINED, exchange_cost
@@ -113,12 +113,12 @@ def _among_equal_parts(config: TransformerConfig, micro_batch_size: int, count: 
             found.append(Traffic(name, "point to point", by_rank, sum(by_rank) * copies))
     found += _context_traffic(rank_config(config), micro_batch_size, count, replicas)
     if copies > 1:
-        shares = [0] * p  # a buffer has a share for every rank, some padded
+        scattered = [0] * p  # a buffer has a shard for every rank, some padded
         updated = [0] * p
         for stage in range(stages):
-            shares[rank_of(stage)] += padded_share_bytes(config, stage, copies)
-            updated[rank_of(stage)] += padded_share_bytes(config, stage, copies, as_stored=True)
-        once, gathered = (tuple((copies - 1) * size for size in sizes) for sizes in (shares, updated))
+            scattered[rank_of(stage)] += padded_shard_bytes(config, stage, copies)
+            updated[rank_of(stage)] += padded_shard_bytes(config, stage, copies, as_stored=True)
+        once, gathered = (tuple((copies - 1) * size for size in sizes) for sizes in (scattered, updated))
         if config.use_distributed_optimizer:
             found.append(Traffic("gradients of parameters", f"scattered to {copies:,}", once, copies * sum(once)))
             found.append(Traffic("updated parameters", f"gathered by {copies:,}", gathered, copies * sum(gathered)))

@@ -1,8 +1,8 @@
 """Delayed scaling of FP8: the largest elements of earlier optimizer steps, from which both backends take scales.
 
-A linear map has a history of its inputs, its weight and the gradients of its outputs. The history of an array has a
-number for each exponent of a float32: for how many more optimizer steps an array whose largest element had this
-exponent is remembered. So
+A linear layer has a history of its inputs, its weight and the gradients of its outputs. The history of an array has an
+entry for each exponent of a float32. Entry e counts the optimizer steps for which an amax with exponent e is still
+remembered, where the amax is the largest absolute element of the array. So
 
     amax < 2^(e + 1),    e = largest remembered exponent,
     scale = 2^(floor(log2(largest)) - 1 - e)
@@ -10,7 +10,7 @@ exponent is remembered. So
 where ``largest`` is the largest number of the 8-bit type, and 1 is the scale while no exponent is remembered. Elements
 up to 1.75 times the largest remembered one, at least, are not clipped.
 
-The history is a parameter of the linear map that no optimizer updates. Its gradient is 1 at each exponent that the
+The history is a parameter of the linear layer that no optimizer updates. Its gradient is 1 at each exponent that the
 backward of a microbatch has observed. Microbatches and ranks with other samples, tokens or heads therefore add up what
 they have observed as they add up gradients, in any order, and where a sum is not 0, the exponent was observed. After
 the step,
@@ -50,11 +50,11 @@ BIAS = 127
 
 
 def has_history(config: TransformerConfig, name: str) -> bool:
-    """Return True if a linear map takes its scales from a history.
+    """Return True if a linear layer takes its scales from a history.
 
     Args:
         config: configuration of the model.
-        name: canonical name of the map.
+        name: canonical name of the layer.
     """
     recipe = linear_recipe(config, name)
     return recipe is not None and recipe.inputs.has_given_scale
@@ -66,7 +66,7 @@ def is_history(shape: tuple[int, ...]) -> bool:
 
 
 def observed(exponents: Any, places: Any, xp: Any = np) -> Any:
-    """Return 1 at the exponents of the largest elements of a map's arrays, else 0, as floating-point array of SHAPE.
+    """Return 1 at the exponents of the largest elements of a layer's arrays, else 0, as floating-point array of SHAPE.
 
     An array of zeros (or numbers below 2^-126), or with an element that is not finite, has no exponent.
 
@@ -96,8 +96,8 @@ def scales(history: np.ndarray, recipe: ProductRecipe, factor: int = 1) -> np.nd
     """Return the scales of inputs, weights and gradients, [3] float32.
 
     Args:
-        history: history of a linear map. SHAPE
-        recipe: how the map quantises.
+        history: history of a linear layer. SHAPE
+        recipe: how the layer quantises.
         factor: gradients of backward divided by those of the mean loss of the step.
     """
     if not is_valid(history):
@@ -118,7 +118,7 @@ def scale_exponents(largest: Any, recipe: ProductRecipe, xp: Any = np) -> Any:
 
     Args:
         largest: largest remembered exponent of inputs, weights and gradients; 0: none. [3] integer
-        recipe: how the map quantises.
+        recipe: how the layer quantises.
         xp: numpy, jax.numpy or torch.
     """
     tops = [math.frexp(quantization.largest)[1] - 1 for quantization in recipe]

@@ -48,7 +48,7 @@ from diptych.plans.checkpoint_schema import (
     recorded_model,
 )
 from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.data import Corpus
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.tensor_files import TensorFile, TensorFileError, TensorInfo, write_tensors
@@ -545,7 +545,7 @@ def initial_weights(weights: Mapping[str, np.ndarray], model: TransformerConfig)
         weights: weights by canonical name, whose run may have had other histories of FP8, or none.
         model: configuration of the new run.
     """
-    specs = parameter_specs(undivided(model))
+    specs = parameter_specs(unsharded(model))
     histories = {
         name: np.zeros(spec.shape, model.params_dtype) for name, spec in specs.items() if is_history(spec.shape)
     }

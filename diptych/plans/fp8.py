@@ -1,18 +1,20 @@
-"""FP8: products of 8-bit floats, in NumPy; the quantised arrays of both backends are bitwise equal to these.
+"""FP8: matrix products of 8-bit floats, in NumPy; the quantised arrays of both backends are bitwise equal to these.
 
-An array is quantised by a scale for the whole array (recipes ``current`` and ``delayed``), or for every block of it
+An array is quantised with one scale (recipes ``current`` and ``delayed``), or with one scale for every block of it
 (``blockwise``):
 
     q = round_to_even(clip(x * scale)),    scale = largest / max |x|,    x is read as q / scale
 
 where ``largest`` is the largest number of the format. Blocks have scales that are powers of two. With ``delayed``, max
-|x| is taken from the last optimizer steps, and diptych/plans/amax_history.py defines the scale. The linear map
-y = x w^T has three products, each of two quantised arrays, added up in float32: y from x and w, the gradient of x from
-that of y and w, and the gradient of w from that of y and x. Blocks are 1 x 128 along the axis that is added up, and
-128 x 128 for weights, so the recipe ``blockwise`` quantises x and the gradient of y once for each of their products.
+|x| is taken from the last optimizer steps, and diptych/plans/amax_history.py defines the scale.
 
-The maps of experts, rows [M, I] by matrices [E, O, I], have one scale for the rows, one for the weights and one for the
-gradients of all experts. Blocks belong to one expert: they begin at its first token and at its first weight.
+The linear layer y = x w^T has three matrix products, each of two quantised arrays, added up in float32: y from x and w,
+the gradient of x from that of y and w, and the gradient of w from that of y and x. Blocks are 1 x 128 along the axis
+that is added up, and 128 x 128 for weights, so the recipe ``blockwise`` quantises x and the gradient of y once for each
+of their matrix products.
+
+The layers of experts, rows [M, I] by matrices [E, O, I], have one scale for the rows, one for the weights and one for
+the gradients of all experts. Blocks belong to one expert: they begin at its first token and at its first weight.
 
 Reference: Micikevicius et al., arXiv 2209.05433, for the formats; DeepSeek-AI, arXiv 2412.19437, section 3.3, for the
 blocks.
@@ -39,15 +41,16 @@ OF_RECIPE: dict[str, tuple[tuple[int, int] | None, tuple[int, int] | None]] = {
     "blockwise": ((1, BLOCK), (BLOCK, BLOCK)),
 }
 """Blocks of inputs and gradients, along the axis that is added up last, and of weights; None: one scale for all."""
-LINEAR_MAPS = frozenset(
+LINEAR_LAYERS = frozenset(
     {
         *("linear_qkv", "linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"),
         *("linear_gate", "linear_gate_down", "linear_gate_up", "linear_decay_down", "linear_decay_up"),
         *("linear_fc1", "linear_fc2"),
     }
 )
-"""Modules whose products are FP8: the linear maps of attention, delta-rule layers and MLPs. Not those with one output
-per head (linear_beta, and linear_decay of gdn layers), nor hyper-connections, routers, embedding and output layer."""
+"""Modules whose matrix products are FP8: the linear layers of attention, delta-rule layers and MLPs. Not those with one
+output per head (linear_beta, and linear_decay of gdn layers), nor hyper-connections, routers, embedding and output
+layer."""
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """The largest number of each 8-bit type."""
 
@@ -58,7 +61,7 @@ class Quantization(NamedTuple):
     dtype: str
     """Name of the 8-bit type."""
     block: tuple[int, int] | None
-    """Rows and columns of a block; None: one scale for the whole array."""
+    """Rows and columns of a block; None: one scale for all of it."""
     has_given_scale: bool = False
     """True if the scale is an argument, such as one of earlier steps, instead of that of the array."""
 
@@ -69,7 +72,7 @@ class Quantization(NamedTuple):
 
 
 class ProductRecipe(NamedTuple):
-    """The quantisation of the arrays of a linear map for its three products."""
+    """The quantisation of the arrays of a linear layer for its three matrix products."""
 
     inputs: Quantization
     weights: Quantization
@@ -77,7 +80,7 @@ class ProductRecipe(NamedTuple):
 
 
 def product_recipe(format: Format, recipe: Recipe) -> ProductRecipe:
-    """Return how a linear map quantises its arrays.
+    """Return how a linear layer quantises its arrays.
 
     Args:
         format: "e4m3" for all arrays, or "hybrid": e5m2, with more range and less precision, for gradients.
@@ -111,7 +114,7 @@ def check_scales(recipe: ProductRecipe, scales: Operand | None) -> None:
     """Reject scales that do not belong to a recipe.
 
     Args:
-        recipe: how a linear map quantises.
+        recipe: how a linear layer quantises.
         scales: scales of inputs, weights and gradients. [3] float32
 
     Raises:
@@ -125,13 +128,13 @@ def check_scales(recipe: ProductRecipe, scales: Operand | None) -> None:
 
 
 def linear_recipe(config: TransformerConfig, name: str) -> ProductRecipe | None:
-    """Return how a linear map quantises its arrays; None: not at all.
+    """Return how a linear layer quantises its arrays; None: not at all.
 
     Args:
         config: configuration of the model.
         name: canonical name of the module.
     """
-    if config.fp8 is None or name.rsplit(".", 1)[-1] not in LINEAR_MAPS:
+    if config.fp8 is None or name.rsplit(".", 1)[-1] not in LINEAR_LAYERS:
         return None
     return product_recipe(config.fp8, config.fp8_recipe)
 
@@ -179,18 +182,18 @@ def quantize(
         padded[: x.shape[0], : x.shape[1]] = np.abs(wide)
         by_block = scales(padded.reshape(blocks[0], rows, blocks[1], columns).max(axis=(1, 3)), quantization)
     with np.errstate(over="ignore"):
-        scaled = wide * spread(by_block, x.shape, quantization)
+        scaled = wide * expand_scales(by_block, x.shape, quantization)
     clipped = np.clip(scaled, -quantization.largest, quantization.largest)
     return clipped.astype(getattr(ml_dtypes, quantization.dtype)), np.float32(1) / by_block
 
 
-def dequantize(values: np.ndarray, inverse: np.ndarray, quantization: Quantization) -> np.ndarray:
+def dequantize(values: np.ndarray, scale_inv: np.ndarray, quantization: Quantization) -> np.ndarray:
     """Return the elements [N, K] float32 that a quantised matrix stands for; arguments as ``quantize`` returns them.
 
     Near the largest float32, an element that was rounded up is infinite.
     """
     with np.errstate(over="ignore"):
-        return values.astype(np.float32) * spread(inverse, values.shape, quantization)
+        return values.astype(np.float32) * expand_scales(scale_inv, values.shape, quantization)
 
 
 def blocks_of(shape: tuple[int, ...], quantization: Quantization) -> tuple[int, int]:
@@ -201,7 +204,7 @@ def blocks_of(shape: tuple[int, ...], quantization: Quantization) -> tuple[int, 
     return -(-shape[0] // rows), -(-shape[1] // columns)
 
 
-def spread(scale: np.ndarray, shape: tuple[int, ...], quantization: Quantization) -> np.ndarray:
+def expand_scales(scale: np.ndarray, shape: tuple[int, ...], quantization: Quantization) -> np.ndarray:
     """Repeat the scale of each block for its elements. [N, K], or [1, 1] for one scale."""
     if quantization.block is None:
         return scale
@@ -209,7 +212,7 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], quantization: Quantization
     return scale.repeat(rows, 0).repeat(columns, 1)[: shape[0], : shape[1]]
 
 
-def product(
+def matrix_product(
     a: np.ndarray,
     b: np.ndarray,
     of_a: Quantization,

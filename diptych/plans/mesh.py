@@ -24,7 +24,7 @@ def mesh_shape(config: TransformerConfig, count: int) -> tuple[int, int, int, in
     )
 
 
-def undivided(config: TransformerConfig) -> TransformerConfig:
+def unsharded(config: TransformerConfig) -> TransformerConfig:
     """Return the configuration of the same model on one rank."""
     return replace(
         config,

@@ -64,7 +64,7 @@ def rank_part(array: np.ndarray, split: Split | None, size: int, rank: int) -> n
     """Return the part of a parameter, gradient or moment that a rank holds.
 
     Args:
-        array: the whole array.
+        array: the unsharded array.
         split: its division; None: every rank holds all of it.
         size: number of ranks.
         rank: number of the rank.
@@ -75,19 +75,19 @@ def rank_part(array: np.ndarray, split: Split | None, size: int, rank: int) -> n
 
 
 def join_parts(parts: Sequence[np.ndarray], split: Split | None) -> np.ndarray:
-    """Return the whole array of which the ranks, in order, hold parts; reverses rank_part."""
+    """Return the unsharded array of which the ranks, in order, hold parts; reverses rank_part."""
     if split is None or len(parts) == 1:
         return parts[0]
     units = sum(units * width for units, width in split.sections)
     shape = parts[0].shape
-    whole = np.empty((*shape[: split.axis], units, *shape[split.axis + 1 :]), parts[0].dtype)
+    unsharded = np.empty((*shape[: split.axis], units, *shape[split.axis + 1 :]), parts[0].dtype)
     for rank, part in enumerate(parts):
-        np.moveaxis(whole, split.axis, 0)[held_indices(split, len(parts), rank)] = np.moveaxis(part, split.axis, 0)
-    return whole
+        np.moveaxis(unsharded, split.axis, 0)[held_indices(split, len(parts), rank)] = np.moveaxis(part, split.axis, 0)
+    return unsharded
 
 
 def join_all(parts: Sequence[Mapping[str, np.ndarray]], splits: Mapping[str, Split | None]) -> dict[str, np.ndarray]:
-    """Return the whole arrays of which the ranks, in order, hold parts, by name; splits has the division of each."""
+    """Return join_parts of every array, by name; splits has the division of each."""
     return {name: join_parts([part[name] for part in parts], splits[name]) for name in parts[0]}
 
 
@@ -150,7 +150,7 @@ def repeated_entries(split: Split, size: int, rank: int) -> Repeated:
 def gradient_is_partial(name: str, sequence_parallel: bool) -> bool:
     """Return True if the gradient of a repeated parameter is the sum of the gradients of the ranks that hold it.
 
-    Without sequence parallelism, all ranks compute the same between regions, so each has the whole gradient there.
+    Without sequence parallelism, all ranks compute the same between regions, so each has the complete gradient there.
 
     Args:
         name: canonical name of the parameter.
@@ -191,7 +191,7 @@ def rank_config(config: TransformerConfig) -> TransformerConfig:
     )
 
 
-def whole_splits(specs: Mapping[str, ParameterSpec]) -> dict[str, Split | None]:
+def splits_of(specs: Mapping[str, ParameterSpec]) -> dict[str, Split | None]:
     """Return the division of each parameter, by name."""
     return {name: spec.split for name, spec in specs.items()}
 

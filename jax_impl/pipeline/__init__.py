@@ -2,16 +2,16 @@
 
 The tables come from diptych/plans/schedule/named.py. Usage:
 
-    step = make_pipeline_step(model, config)          the model undivided, config.pipeline_model_parallel_size ranks
-    staged = step.stage_parameters(params)            nnx.State of the undivided model -> distributed over the ranks
+    step = make_pipeline_step(model, config)          the single-device model; config.pipeline_model_parallel_size ranks
+    staged = step.stage_parameters(params)            nnx.State of the single-device model -> distributed over the ranks
     loss, gradients = step(staged, tokens, targets, training_step, samples)     [m, b, T], m microbatches
     staged = jax.tree.map(update, staged, gradients)  an optimizer works on staged trees leaf by leaf
     params = step.join_parameters(staged)             back; also of gradients and moments, for a checkpoint
 
-Loss and gradients are means over microbatches, equal to those of the undivided model. The leaves of staged trees have
-other shapes than those of the model; ``step.shapes(staged)`` returns the shapes in the model, which decide on weight
-decay. Norms of staged trees are correct without changes: padding has gradient 0, and a tree contains replicated
-parameters once. With tensor parallelism, entries that several ranks hold are counted once only in
+Loss and gradients are means over microbatches, equal to those of the single-device model. The leaves of staged trees
+have other shapes than those of the model; ``step.shapes(staged)`` returns the shapes in the model, which decide on
+weight decay. Norms of staged trees are correct without changes: padding has gradient 0, and a tree contains replicated
+parameters once. With tensor parallelism, elements that several ranks hold are counted once only in
 ``step.counted_once(gradients)``.
 ``make_pipeline_step(..., training=False, forward_only=True)`` takes the same staged parameters and returns only the
 losses [m].
@@ -25,8 +25,8 @@ of one program (``executor.py``). ``saved.py`` defines the values saved for back
 
 from jax_impl.pipeline.module_executor import PipelineExecutor, split_batch
 from jax_impl.pipeline.offload import OffloadedPipeline
-from jax_impl.pipeline.programs import StagedParameters
 from jax_impl.pipeline.step import PipelineStep, make_pipeline_step
+from jax_impl.staged_parameters import StagedParameters
 
 __all__ = [
     "OffloadedPipeline",

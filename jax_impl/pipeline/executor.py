@@ -30,16 +30,9 @@ from diptych.plans.schedule.lockstep import LockstepTable, Saves
 from diptych_kernels.mesh_axes import vary
 from jax_impl.offload.residency import MoveCounter, array_to_device, is_on_host
 from jax_impl.pipeline.packing import Packed
-from jax_impl.pipeline.programs import (
-    CONTEXT_AXIS,
-    DATA_AXIS,
-    PIPELINE_AXIS,
-    StagedParameters,
-    StageProgram,
-    StagePrograms,
-    Task,
-)
+from jax_impl.pipeline.programs import StageProgram, StagePrograms, Task
 from jax_impl.pipeline.saved import MOVING, StageAutodiff, differentiable
+from jax_impl.staged_parameters import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, StagedParameters
 
 
 class _State(NamedTuple):

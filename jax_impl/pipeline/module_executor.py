@@ -27,16 +27,15 @@ from jax_impl.pipeline.module_stages import (
     state_of_module,
 )
 from jax_impl.pipeline.packed_layout import PackedLayout
-from jax_impl.pipeline.programs import DATA_AXIS, PIPELINE_AXIS, StagedParameters
 from jax_impl.pipeline.transforms import (
     TRANSFORMS,
     by_pmap,
     by_shard_map,
     check_axes,
     check_options,
-    shardings_of,
-    whole_array,
+    unsharded_array,
 )
+from jax_impl.staged_parameters import DATA_AXIS, PIPELINE_AXIS, StagedParameters, shardings_of
 
 
 class PipelineExecutor:
@@ -154,11 +153,11 @@ class PipelineExecutor:
                 raise ValueError("parameters: expected arrays, got shapes; give the parameters of each stage")
         else:
             values = [*map(self._leaves_of, range(len(self._users)), _of_all(parameters, len(self._users)))]
-        layers = self._layouts.params.stack([[*map(whole_array, leaves)] for leaves in values])
+        layers = self._layouts.params.stack([[*map(unsharded_array, leaves)] for leaves in values])
         replicated = []
         for places in self._shared:
             stage, i = min(places.items())
-            replicated.append(np.broadcast_to(whole_array(values[stage][i]), self._users[stage].params[i].shape))
+            replicated.append(np.broadcast_to(unsharded_array(values[stage][i]), self._users[stage].params[i].shape))
         staged = StagedParameters(layers, replicated)
         return jax.tree.map(jax.device_put, staged, shardings_of(staged, self.mesh))
 
@@ -169,7 +168,7 @@ class PipelineExecutor:
                 f"staged: expected StagedParameters, got {type(staged).__name__}; pass the result of stage_parameters "
                 "or the gradients of a step"
             )
-        host = jax.tree.map(whole_array, staged)
+        host = jax.tree.map(unsharded_array, staged)
         values = self._layouts.params.unstack(host.layers)
         for index, places in enumerate(self._shared):
             for stage, i in places.items():
@@ -192,7 +191,7 @@ class PipelineExecutor:
             for module, values in zip(self._modules, self.join_parameters(params), strict=True):
                 nnx.update(module, values)
         if state is not None:
-            values = self._layouts.state.unstack(jax.tree.map(whole_array, state))
+            values = self._layouts.state.unstack(jax.tree.map(unsharded_array, state))
             for module, leaves in zip(self._modules, values, strict=True):
                 nnx.update(module, state_of_module(module, leaves))
 
@@ -291,7 +290,7 @@ class PipelineExecutor:
         ]
         if not any(checked):
             return
-        values = self._layouts.state.unstack(jax.tree.map(whole_array, state))
+        values = self._layouts.state.unstack(jax.tree.map(unsharded_array, state))
         for stage, (user, numbers, leaves) in enumerate(zip(self._users, checked, values, strict=True)):
             for i, number in numbers.items():
                 if not is_number_in_state(number, leaves[i]):

@@ -17,8 +17,8 @@ import jax
 from diptych.plans.offload import OffloadPlan, Use, join_plans, plan_actions, plan_offload, total_statistics
 from diptych.plans.schedule.named import schedule_for
 from jax_impl.offload import MoveCounter, OffloadedParameters, UpdateFunction, plan_statistics
-from jax_impl.pipeline.programs import StagedParameters
 from jax_impl.pipeline.step import PipelineStep
+from jax_impl.staged_parameters import StagedParameters
 
 
 class OffloadedPipeline:

@@ -9,24 +9,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jax import Array
 from jax.typing import DTypeLike
 
-PIPELINE_AXIS = "pp"
-"""Mesh axis over stages."""
-DATA_AXIS = "dp"
-"""Mesh axis over parts of every microbatch."""
-CONTEXT_AXIS = "cp"
-"""Mesh axis over the parts of sequences that ranks share."""
-TENSOR_AXIS = "tp"
-"""Mesh axis over the parts of layers that ranks share."""
-
-
-class StagedParameters(NamedTuple):
-    """Parameters, gradients or moments, staged for the pipeline."""
-
-    layers: Any
-    """Those of the stages, divided by rank, with leaves [p, ...], or [p * n, ...] over n tensor-parallel ranks."""
-    replicated: Any
-    """Those that several stages may read, equal on every rank; over n tensor-parallel ranks their parts, [n, ...]."""
-
 
 class Task(NamedTuple):
     """A stage and a microbatch."""
@@ -75,7 +57,7 @@ class StageProgram(ABC):
         return True
 
     def tap_shapes(self, task: Task, x: Any) -> dict[str, Any]:
-        """Return input and output shape of every linear map whose weight gradient W computes, by the weight's name."""
+        """Return the shapes of input and output of every linear layer whose weight gradient W computes, by weight."""
         del task, x
         return {}
 

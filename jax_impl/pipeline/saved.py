@@ -10,10 +10,10 @@ a buffer. Leaves of layers whose values move to the host have separate vectors. 
 pull-back with the same tree and replaces its leaves by the saved ones. XLA removes operations that lead only to
 replaced leaves.
 
-If the schedule splits the backward, I computes all gradients except those of the weights of linear maps. Instead it
-saves the input of each map and the gradient of its output, and W multiplies them. I and W together compute the same
-matrix products as B. In this project's model, linear maps give both to linear_products.LinearTaps, also inside a
-recomputed block. In functions of a user, deferred_products.py finds the products in the traced backward.
+If the schedule splits the backward, I computes all gradients except those of the weights of linear layers. Instead it
+saves the input of each layer and the gradient of its output, and W multiplies them. I and W together compute the same
+matrix products as B. In this project's model, linear layers give both to linear_products.LinearTaps, also inside a
+recomputed block. In functions of a user, deferred_products.py finds the matrix products in the traced backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -37,11 +37,11 @@ from jax.typing import DTypeLike
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import exchange_options
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.implementation import uses_kernels
 from diptych.plans.model.layers import LayerConfig, is_offloaded
 from diptych.plans.model.parameters import ParameterSpec, Split, parameter_specs
-from diptych.plans.optimizer_shares import stored_dtype
+from diptych.plans.optimizer_shards import stored_dtype
 from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.partition import layers_by_stage
@@ -51,8 +51,9 @@ from jax_impl.fp8 import SharingRanks
 from jax_impl.linear_products import LinearTap, LinearTaps
 from jax_impl.modules import set_gradient_factor, set_sharing_ranks
 from jax_impl.offload import single_pass, without_offload
-from jax_impl.pipeline.programs import CONTEXT_AXIS, TENSOR_AXIS, StagedParameters, StageProgram, Task
+from jax_impl.pipeline.programs import StageProgram, Task
 from jax_impl.recompute import recompute_policy
+from jax_impl.staged_parameters import CONTEXT_AXIS, TENSOR_AXIS, StagedParameters
 from jax_impl.tensor_parallel import TensorParallel, sum_repeated
 
 LAYERS = "decoder.layers."
@@ -204,16 +205,16 @@ class Program(StageProgram):
 
     @property
     def defers_products(self) -> bool:
-        """False, because linear maps give the operands of their weight gradients to LinearTaps."""
+        """False, because linear layers give the operands of their weight gradients to LinearTaps."""
         return False
 
     def tap_shapes(self, task: Task, x: Array) -> dict[str, LinearTap]:
-        """Return the shapes of the input and output of every linear map, by the name of its weight."""
+        """Return the shapes of the input and output of every linear layer, by the name of its weight."""
 
         def run(task: Task, x: Array) -> Array:
             nonlocal taps
             parameters = jax.device_put(self.select(task), jax.memory.Space.Device)
-            # No linear map reads the input embedding.
+            # No linear layer reads the input embedding.
             weights = {name: value for name, value in parameters.items() if not (self.first and name == EMBEDDING)}
             taps = LinearTaps(weights)
             with taps, without_offload():
@@ -373,7 +374,7 @@ class Stages:
         return result
 
     def as_stored(self, staged: StagedParameters) -> StagedParameters:
-        """Return staged parameters with those that have master weights rounded; see plans.optimizer_shares."""
+        """Return staged parameters with those that have master weights rounded; see plans.optimizer_shards."""
 
         def rounded(name: str, x: Array) -> Array:
             return x.astype(stored_dtype(self.config, name, self.specs[name].shape))
@@ -395,7 +396,7 @@ class Stages:
         """Return factors for staged arrays, with which a sum over all ranks counts every entry of a parameter once."""
         size = self.tensor_parallel.size
 
-        def shares(name: str, x: Array | jax.ShapeDtypeStruct) -> np.ndarray:
+        def factors(name: str, x: Array | jax.ShapeDtypeStruct) -> np.ndarray:
             split = self._split_of(name, x)
             counts = np.stack([share_counted(split, size, part) for part in range(size)])  # [n, entries or 1]
             counts = np.tile(counts, (x.shape[0] // size, 1))
@@ -404,7 +405,7 @@ class Stages:
                 shape[split.axis] = counts.shape[1]
             return counts.reshape(shape)
 
-        return self._by_name(shares, staged)
+        return self._by_name(factors, staged)
 
     def _split_of(self, name: str, x: Array | jax.ShapeDtypeStruct) -> Split | None:
         """Return the division of a parameter, for an array that has further axes before those of the parameter."""
@@ -444,7 +445,7 @@ def divide_model(
     counts = layers_by_stage(config)
     size = config.tensor_model_parallel_size
     ranks = TensorParallel(TENSOR_AXIS, size, config.sequence_parallel) if size > 1 else TensorParallel()
-    specs = parameter_specs(undivided(config))
+    specs = parameter_specs(unsharded(config))
     sharing = _sharing_ranks(config)
     config = rank_config(config)
     kinds = tuple(dict.fromkeys(config.layer(number) for number in range(config.num_layers)))

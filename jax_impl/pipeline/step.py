@@ -14,17 +14,16 @@ from jax.sharding import Mesh, PartitionSpec
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.context.sequences import check_shared, concatenate_sequences
-from diptych.plans.mesh import replica_settings, undivided
+from diptych.plans.mesh import replica_settings, unsharded
 from diptych.plans.model.documents import check_document_starts
 from diptych.plans.model.implementation import callback_threads, uses_kernels
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.lockstep import SAVES, SLOTS, LockstepTable, Saves, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
+from jax_impl.distributed_optimizer import OptimizerShards
 from jax_impl.offload import MoveCounter
 from jax_impl.pipeline.executor import run_lockstep
-from jax_impl.pipeline.optimizer_shares import OptimizerShares
-from jax_impl.pipeline.programs import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, StagedParameters
 from jax_impl.pipeline.stages import Batch, divide_model, names_of
 from jax_impl.pipeline.transforms import (
     TRANSFORMS,
@@ -32,10 +31,17 @@ from jax_impl.pipeline.transforms import (
     by_shard_map,
     check_axes,
     check_options,
-    shardings_of,
-    whole_array,
+    unsharded_array,
 )
 from jax_impl.pipeline.wavefront import run_wavefront
+from jax_impl.staged_parameters import (
+    CONTEXT_AXIS,
+    DATA_AXIS,
+    PIPELINE_AXIS,
+    TENSOR_AXIS,
+    StagedParameters,
+    shardings_of,
+)
 
 
 def make_pipeline_step(
@@ -109,9 +115,9 @@ class PipelineStep:
         factor = math.prod(mesh.shape.get(axis, 1) for axis in (DATA_AXIS, CONTEXT_AXIS))
         self.stages = divide_model(type(model), config, schedule, training, factor)
         self.table(min_microbatches)  # raises an error if the schedule does not support these slots
-        self.shares = OptimizerShares(mesh)
-        """Shares of a distributed optimizer: of the gradients, with use_distributed_optimizer."""
-        self.divides_gradients = config.use_distributed_optimizer and self.shares.ranks > 1 and not forward_only
+        self.shards = OptimizerShards(mesh)
+        """Shards of a distributed optimizer: of the gradients, with use_distributed_optimizer."""
+        self.shards_gradients = config.use_distributed_optimizer and self.shards.ranks > 1 and not forward_only
         self._run = self._by_transform()
 
     def __call__(
@@ -135,7 +141,7 @@ class PipelineStep:
 
         Returns:
             Loss in nats per token and gradients staged as params; if forward only, the losses of the microbatches [m].
-            With use_distributed_optimizer, each of the devices with the same parameters has a share of the gradients.
+            With use_distributed_optimizer, each of the devices with the same parameters has a shard of the gradients.
 
         Raises:
             ValueError: the shapes do not match each other, the mesh or the schedule.
@@ -148,14 +154,14 @@ class PipelineStep:
         return cast("Any", self._run).lower(params, self._batch(*batch))
 
     def stage_parameters(self, params: nnx.State) -> StagedParameters:
-        """Distribute the parameters (or moments) of the undivided model over the ranks."""
+        """Distribute the parameters (or moments) of the single-device model over the ranks."""
         values = dict(zip(self.names, jax.tree.leaves(params), strict=True))
         staged = self.stages.stack({name: np.asarray(value) for name, value in values.items()})
         return jax.tree.map(jax.device_put, staged, self.shardings(staged))
 
     def join_parameters(self, staged: StagedParameters) -> nnx.State:
-        """Return staged parameters or gradients as a tree of the undivided model, on the default device."""
-        values = self.stages.unstack(jax.tree.map(whole_array, staged))
+        """Return staged parameters or gradients as a tree of the single-device model, on the default device."""
+        values = self.stages.unstack(jax.tree.map(unsharded_array, staged))
         return jax.tree.unflatten(self._structure, [jnp.asarray(values[name]) for name in self.names])
 
     def shardings(self, staged: StagedParameters) -> StagedParameters:
@@ -176,14 +182,14 @@ class PipelineStep:
         """Return gradients with zeros where another rank has the same entry, for sums over all ranks.
 
         Args:
-            gradients: staged gradients, or their shares.
-            shapes: shapes of the staged gradients, if gradients are shares.
+            gradients: staged gradients, or their shards.
+            shapes: shapes of the staged gradients, if gradients are shards.
         """
         if self.config.tensor_model_parallel_size == 1:
             return gradients
         counts = self.stages.shares_counted(gradients if shapes is None else shapes)
         if shapes is not None:
-            counts = self.shares.divide(jax.tree.map(lambda n, g: jnp.broadcast_to(n, g.shape), counts, shapes))
+            counts = self.shards.shard(jax.tree.map(lambda n, g: jnp.broadcast_to(n, g.shape), counts, shapes))
         return jax.tree.map(lambda g, count: g * count.astype(g.dtype), gradients, counts)
 
     def table(self, num_microbatches: int) -> LockstepTable:
@@ -211,15 +217,15 @@ class PipelineStep:
         if TENSOR_AXIS in axes:
             losses = lax.pmean(losses, TENSOR_AXIS)  # all tensor-parallel ranks have the same losses
         gradients = self.stages.sum_over_tensor_parallel(gradients)
-        if self.divides_gradients:
-            return losses, self.shares.mean_of_shares(gradients)
-        return losses, lax.pmean(gradients, self.shares.axes) if self.shares.axes else gradients
+        if self.shards_gradients:
+            return losses, self.shards.mean_of_shards(gradients)
+        return losses, lax.pmean(gradients, self.shards.axes) if self.shards.axes else gradients
 
     def _by_transform(self) -> Any:
         """Return the function that runs a step on all devices."""
         if self.transform == "pmap":
             return by_pmap(self._local, self.mesh)
-        divided = self.shares.specs if self.divides_gradients else None
+        divided = self.shards.specs if self.shards_gradients else None
         return by_shard_map(self._local, self.mesh, _batch_specs(self.mesh), gradient_specs=divided)
 
     def _batch(
@@ -336,7 +342,7 @@ def _check_threads(config: TransformerConfig, mesh: Mesh) -> None:
 
 
 def _check_options(model: nnx.Module, config: TransformerConfig, transform: str, saves: str, slots: str) -> None:
-    """Raise a ValueError if an option is unknown or not supported, or the model is not the undivided model."""
+    """Raise a ValueError if an option is unknown or not supported, or the model is not the single-device model."""
     check_options(transform=(transform, TRANSFORMS), slots=(slots, SLOTS), saves=(saves, SAVES))
     if config.enable_tensor_offload and transform == "pmap":
         raise ValueError(
@@ -350,10 +356,10 @@ def _check_options(model: nnx.Module, config: TransformerConfig, transform: str,
         )
     state = nnx.split(model, nnx.Param)[1]
     actual = dict(zip(names_of(state), map(jnp.shape, jax.tree.leaves(state)), strict=True))
-    expected = {name: spec.shape for name, spec in parameter_specs(undivided(config)).items()}
+    expected = {name: spec.shape for name, spec in parameter_specs(unsharded(config)).items()}
     if actual != expected:
         name = min(dict(actual.items() ^ expected.items()))
         raise ValueError(
-            "model: expected the whole model of config, made from diptych.plans.mesh.undivided(config), "
-            f"with {name!r} of shape {expected.get(name)}, got {actual.get(name)}; pass GPTModel(undivided(config))"
+            "model: expected the single-device model of config, made from diptych.plans.mesh.unsharded(config), "
+            f"with {name!r} of shape {expected.get(name)}, got {actual.get(name)}; pass GPTModel(unsharded(config))"
         )

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from jax_impl.pipeline.programs import PIPELINE_AXIS, TENSOR_AXIS, StagedParameters
+from jax_impl.staged_parameters import PIPELINE_AXIS, StagedParameters, staged_specs, with_rank_axes
 
 TRANSFORMS = ("pmap", "shard_map")
 
@@ -81,29 +81,8 @@ def by_shard_map(
     return jax.jit(jax.shard_map(squeezed, mesh=mesh, **specs))
 
 
-def shardings_of(staged: StagedParameters, mesh: Mesh, specs: StagedParameters | None = None) -> StagedParameters:
-    """Return the sharding of every leaf of a staged tree; ``specs`` are those of staged_specs by default."""
-    layers, replicated = (NamedSharding(mesh, spec) for spec in specs or staged_specs(mesh))
-    return StagedParameters(
-        jax.tree.map(lambda _: layers, staged.layers), jax.tree.map(lambda _: replicated, staged.replicated)
-    )
-
-
-def staged_specs(mesh: Mesh) -> StagedParameters:
-    """Return which axes of a mesh divide the first axis of staged parameters."""
-    if TENSOR_AXIS in mesh.axis_names:
-        return StagedParameters(PartitionSpec((PIPELINE_AXIS, TENSOR_AXIS)), PartitionSpec(TENSOR_AXIS))
-    return StagedParameters(PartitionSpec(PIPELINE_AXIS), PartitionSpec())
-
-
-def with_rank_axes(staged: StagedParameters, mesh: Mesh, change: Callable[[Any], Any]) -> StagedParameters:
-    """Change the leaves that have a first axis of ranks."""
-    replicated = jax.tree.map(change, staged.replicated) if TENSOR_AXIS in mesh.axis_names else staged.replicated
-    return StagedParameters(jax.tree.map(change, staged.layers), replicated)
-
-
-def whole_array(value: Any) -> np.ndarray:
-    """Return the whole array on the host, even if other processes hold parts of it.
+def unsharded_array(value: Any) -> np.ndarray:
+    """Return the unsharded array on the host, even if other processes hold parts of it.
 
     Raises:
         TypeError: a transformation of JAX traces the array.

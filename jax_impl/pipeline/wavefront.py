@@ -11,9 +11,9 @@ from diptych.plans.recompute import RecomputeBlock
 from diptych.plans.schedule.lockstep import Saves
 from diptych_kernels.mesh_axes import vary
 from jax_impl.context_parallel import over_microbatches
-from jax_impl.pipeline.programs import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, StagedParameters
 from jax_impl.pipeline.stages import Batch, Stages
 from jax_impl.recompute import recompute_policy
+from jax_impl.staged_parameters import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, StagedParameters
 
 
 def run_wavefront(

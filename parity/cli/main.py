@@ -41,7 +41,7 @@ from diptych.plans.checkpoint import (
 )
 from diptych.plans.config import TransformerConfig
 from diptych.plans.families.folder import SOURCE, copy_source, export_folder, import_folder, source_of
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.data import load_corpus
 from diptych.plans.model.implementation import callback_threads
 from diptych.plans.model.parameters import parameter_specs
@@ -336,7 +336,7 @@ def _import(command: Import, console: Console) -> int:
 
 def _describe_size(model: TransformerConfig) -> str:
     """Return the number of layers and parameters of a model."""
-    shapes = [spec.shape for spec in parameter_specs(undivided(model)).values()]
+    shapes = [spec.shape for spec in parameter_specs(unsharded(model)).values()]
     count = sum(math.prod(shape) for shape in shapes if not is_history(shape))
     return f"{model.num_layers} layers, {count:,} parameters"
 

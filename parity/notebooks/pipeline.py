@@ -10,7 +10,7 @@ from flax import nnx
 
 from diptych.planner.reports.schedule import plan_pipeline
 from diptych.plans.config import TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.schedule.actions import Action, Kind, Schedule, ScheduleError
 from diptych.plans.schedule.named import build_schedule, get_schedule_table, schedule_for
 from diptych.plans.schedule.placement import V_SCHEDULES
@@ -121,10 +121,10 @@ def planned_use(config: TransformerConfig, counts: Sequence[int]) -> list[dict[s
 
 
 class Execution(NamedTuple):
-    """One step of a schedule in both backends, with the results of the undivided model."""
+    """One step of a schedule in both backends, with the results of the single-device model."""
 
     losses: tuple[float, float, float]
-    """Losses of PyTorch, of JAX and of the undivided model."""
+    """Losses of PyTorch, of JAX and of the single-device model."""
     differences: dict[str, float]
     """Largest relative difference of a gradient, by the compared pair."""
     traces: dict[str, tuple[tuple[Action, ...], ...]]
@@ -146,11 +146,11 @@ def execute_all(tokens: np.ndarray, targets: np.ndarray) -> dict[str, Execution]
         per_rank = pool.run("parity.notebooks.pipeline_ranks:training_steps", divided, tokens, targets)
     outcomes = {"none": training_steps([MODEL], tokens, targets)}
     outcomes |= {name: [rank[place] for rank in per_rank] for place, name in enumerate(NAMES)}
-    whole = TorchModel(MODEL)
+    single_device = TorchModel(MODEL)
     batch = zip(torch.from_numpy(tokens), torch.from_numpy(targets), strict=True)
-    loss = torch.stack([whole(*microbatch) for microbatch in batch]).mean()
+    loss = torch.stack([single_device(*microbatch) for microbatch in batch]).mean()
     loss.backward()
-    expected = {name: p.grad.numpy() for name, p in whole.named_parameters() if p.grad is not None}
+    expected = {name: p.grad.numpy() for name, p in single_device.named_parameters() if p.grad is not None}
     found = {}
     for name, config in configs.items():
         ranks = outcomes[name]
@@ -159,8 +159,10 @@ def execute_all(tokens: np.ndarray, targets: np.ndarray) -> dict[str, Execution]
         assert {key for key, _ in ours} == theirs.keys() == expected.keys()
         differences = {
             "PyTorch and JAX": max(relative_difference(gradient, theirs[key]) for key, gradient in ours),
-            "PyTorch and undivided": max(relative_difference(gradient, expected[key]) for key, gradient in ours),
-            "JAX and undivided": max(relative_difference(theirs[key], gradient) for key, gradient in expected.items()),
+            "PyTorch and single-device": max(relative_difference(gradient, expected[key]) for key, gradient in ours),
+            "JAX and single-device": max(
+                relative_difference(theirs[key], gradient) for key, gradient in expected.items()
+            ),
         }
         traces = {
             "table": schedule_for(config, len(tokens)).actions,
@@ -176,7 +178,7 @@ def jax_step(
     config: TransformerConfig, tokens: np.ndarray, targets: np.ndarray
 ) -> tuple[float, Mapping[str, np.ndarray], tuple[tuple[Action, ...], ...]]:
     """Return loss, gradients by name, and the actions of every rank, of one step in JAX."""
-    model = JaxModel(undivided(config))
+    model = JaxModel(unsharded(config))
     step = make_pipeline_step(model, config)
     loss, gradients = step(step.stage_parameters(nnx.split(model, nnx.Param)[1]), tokens, targets)
     return float(loss), export_parameters(step.join_parameters(gradients)), step.trace(len(tokens))

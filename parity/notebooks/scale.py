@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import torch
 
-from diptych.planner.memory.ranks import parameter_bytes, share_bytes
+from diptych.planner.memory.ranks import parameter_bytes, shard_bytes
 from diptych.plans import fp8
 from diptych.plans.config import DataConfig, TrainConfig, TransformerConfig
 from diptych.plans.model.data import load_corpus
@@ -43,7 +43,7 @@ def standing_gigabytes(sizes: Sequence[int]) -> dict[str, list[float]]:
 
     def gigabytes(tensor: int, replicas: int) -> float:
         config = replace(LARGE, tensor_model_parallel_size=tensor)
-        return (2 * parameter_bytes(config, 0) + 2 * share_bytes(config, 0, replicas)) / 2**30
+        return (2 * parameter_bytes(config, 0) + 2 * shard_bytes(config, 0, replicas)) / 2**30
 
     return {
         "replicas": [gigabytes(1, 1) for _ in sizes],
@@ -77,7 +77,7 @@ def errors_of_ranks(sizes: Sequence[int]) -> dict[str, list[float]]:
 
 
 def outlier_errors(outliers: Sequence[float], width: int = 512) -> dict[str, list[float]]:
-    """Return the error of a product in FP8 whose input has one large entry, by curve.
+    """Return the error of a matrix product in FP8 whose input has one large entry, by curve.
 
     Args:
         outliers: sizes of the entry; the others are normally distributed.
@@ -104,12 +104,12 @@ def outlier_errors(outliers: Sequence[float], width: int = 512) -> dict[str, lis
 
 
 def error_of_parts(outlier: float, width: int = 512) -> float:
-    """Return how far a product is from that of the whole array if two ranks scale a half of its columns each."""
+    """Return the error of a matrix product if two ranks scale a half of the columns each, relative to one scale."""
     random = np.random.default_rng(0)
     x, weight = random.normal(size=(2, width, width)).astype(np.float32)
     x[0, 0] = outlier
     how = fp8.product_recipe("e4m3", "current")
-    whole = fp8.product(x, weight, how.inputs, how.weights)
+    unsharded = fp8.matrix_product(x, weight, how.inputs, how.weights)
     halves = slice(0, width // 2), slice(width // 2, None)
-    first, second = (fp8.product(x[:, half], weight[:, half], how.inputs, how.weights) for half in halves)
-    return float(relative_difference(first + second, whole))
+    first, second = (fp8.matrix_product(x[:, half], weight[:, half], how.inputs, how.weights) for half in halves)
+    return float(relative_difference(first + second, unsharded))

@@ -1,6 +1,6 @@
 """Reduction of gradients at the end of a step, over all ranks with a copy of the parameters.
 
-With ``use_distributed_optimizer`` a rank receives the sums of its own shares only; its other gradients become 0.
+With ``use_distributed_optimizer`` a rank receives the sums of its own shards only; its other gradients become 0.
 """
 
 from collections import Counter
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from diptych.plans.config import TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.parameters import parameter_specs
-from diptych.plans.tensor_parallel import whole_splits
+from diptych.plans.tensor_parallel import splits_of
 from reference_torch.autograd import gradient_dtype
 from reference_torch.distributed_optimizer import copy_from_rows, join_by_rank
 from reference_torch.groups import ProcessGroups, start_scattered_sum, wait_for
@@ -24,7 +24,7 @@ from reference_torch.tensor_parallel import TensorParallel, sum_repeated
 class GradientSums:
     """Sums of the gradients of stages, each started as soon as the gradients are complete.
 
-    Gradients of which tensor-parallel ranks have parts are summed over these ranks first, because a share has other
+    Gradients of which tensor-parallel ranks have parts are summed over these ranks first, because a shard has other
     entries of a parameter on each of them.
 
     Args:
@@ -128,7 +128,7 @@ def _sum_over_tensor_parallel(
     """Sum gradients, given by canonical name, of which every tensor-parallel rank has a part."""
     if groups.tp is None:
         return
-    splits = whole_splits(parameter_specs(undivided(config)))
+    splits = splits_of(parameter_specs(unsharded(config)))
     ranks = TensorParallel(groups.tp, config.sequence_parallel, config.pipeline_timeout)
     sum_repeated(gradients, splits, ranks)
 

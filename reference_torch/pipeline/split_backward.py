@@ -1,7 +1,7 @@
 """Split backward: gradients of inputs first (I), gradients of weights later (W).
 
-The previous stage waits only for the gradient of its output. Under :class:`DeferredWeightGradients`, every linear map,
-matrix product and convolution whose weight requires a gradient becomes an operation whose backward computes the
+The previous stage waits only for the gradient of its output. Under :class:`DeferredWeightGradients`, every linear
+layer, matrix product and convolution whose weight requires a gradient becomes an operation whose backward computes the
 gradient of the input and records the factors of the gradient of the weight. :meth:`DeferredWeightGradients.run`
 computes the recorded gradients. Nothing is computed twice. Gradients of all other parameters (norms, hyper-connections,
 embedding) are cheap and are computed in I. Those of a compiled module are too: it is one operation of autograd.
@@ -29,7 +29,7 @@ from reference_torch.offload.writes import UseHook
 
 
 class DeferredWeightGradients(TorchFunctionMode):
-    """A context in which linear maps and convolutions defer the gradients of their weights to ``run``.
+    """A context in which linear layers and convolutions defer the gradients of their weights to ``run``.
 
     Use one object for one microbatch of one stage. Enter it once around forward, then once around backward, because
     recomputation replays forward there, and because a gradient that forward itself computes is not deferred.
@@ -50,7 +50,7 @@ class DeferredWeightGradients(TorchFunctionMode):
         return self._entered > 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace a linear map or convolution; run every other function unchanged."""
+        """Replace a linear layer or convolution; run every other function unchanged."""
         read = _READERS.get(func)
         if read is not None and _may_defer():
             operation = _read(read, args, kwargs or {})
@@ -84,7 +84,7 @@ class DeferredWeightGradients(TorchFunctionMode):
 
 
 class _Deferred(torch.autograd.Function):
-    """A linear map or convolution whose backward records the gradient of the weight instead of computing it."""
+    """A linear layer or convolution whose backward records the gradient of the weight instead of computing it."""
 
     @staticmethod
     def forward(
@@ -108,14 +108,14 @@ class _Deferred(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        of_weight = None  # run() computes it
+        d_weight = None  # run() computes it
         if ctx.deferred.in_backward:
             ctx.deferred.record(_Recorded(ctx.parameter, gradient, x, ctx.kind))
         elif ctx.needs_input_grad[1]:
-            of_weight = ctx.kind.weight_gradient(gradient, x, weight)
+            d_weight = ctx.kind.weight_gradient(x, weight, gradient)
         return (
-            ctx.kind.input_gradient(gradient, x, weight) if ctx.needs_input_grad[0] else None,
-            of_weight,
+            ctx.kind.input_gradient(x, weight, gradient) if ctx.needs_input_grad[0] else None,
+            d_weight,
             ctx.kind.bias_gradient(gradient) if ctx.needs_input_grad[2] else None,
             None,
             None,
@@ -130,10 +130,10 @@ class _Linear:
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)
 
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
         return gradient @ weight
 
-    def weight_gradient(self, gradient: Tensor, x: Tensor, parameter: Tensor) -> Tensor:
+    def weight_gradient(self, x: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
         return _rows(gradient).T @ _rows(x)
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
@@ -146,10 +146,10 @@ class _Product(_Linear):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
         return gradient @ weight.T
 
-    def weight_gradient(self, gradient: Tensor, x: Tensor, parameter: Tensor) -> Tensor:
+    def weight_gradient(self, x: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
         return _rows(x).T @ _rows(gradient)
 
 
@@ -166,10 +166,10 @@ class _Convolution:
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.apply(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
-    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
         return self._gradients(gradient, x, weight, [True, False, False])[0]
 
-    def weight_gradient(self, gradient: Tensor, x: Tensor, parameter: Tensor) -> Tensor:
+    def weight_gradient(self, x: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
         return self._gradients(gradient, x, parameter.to(x.dtype), [False, True, False])[1]
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
@@ -205,12 +205,12 @@ class _Recorded:
         ):
             if factor._version != version:
                 raise PipelineError(
-                    f"expected the {name} of a linear map, {[*factor.shape]}, unchanged from I to W, got one that was "
-                    "changed in place in between, when other microbatches ran; yield new tensors from the data "
+                    f"expected the {name} of a linear layer, {[*factor.shape]}, unchanged from I to W, got one that "
+                    "was changed in place in between, when other microbatches ran; yield new tensors from the data "
                     "iterator, and do not write into buffers that forward has read"
                 )
         parameter = self._parameter
-        product = self._kind.weight_gradient(gradient, x, parameter).to(gradient_dtype(parameter))
+        product = self._kind.weight_gradient(x, parameter, gradient).to(gradient_dtype(parameter))
         parameter.grad = product if parameter.grad is None else parameter.grad.add_(product)
 
 

@@ -36,17 +36,17 @@ from tests.context.jobs import (
     held,
     own_slices,
     run_rule,
-    undivided,
+    unsharded,
 )
 from tests.context.layer_jobs import (
     LAYERS,
     MODEL,
     MODELS,
     layer_arrays,
-    layer_undivided,
+    layer_unsharded,
     model_batch,
     model_offsets,
-    model_undivided,
+    model_unsharded,
 )
 
 os.environ["NPROC"] = str(callback_threads(8))
@@ -97,7 +97,7 @@ def test_c8_states_may_travel_in_bfloat16(exchange):
         return run_rule(case, arrays, RULES_OF_JAX, cp_context=context)[0]
 
     found, pull_back = jax.vjp(jax.jit(run), arrays)
-    o, _, gradients = undivided(case)
+    o, _, gradients = unsharded(case)
     assert 1e-5 < relative_difference(np.asarray(found), o) < 2**-8
     for name, gradient in pull_back(jnp.asarray(d_o))[0].items():
         assert 1e-5 < relative_difference(np.asarray(gradient), gradients[name]) < 2**-6, name
@@ -242,7 +242,7 @@ def assert_ranks_equal(like: Case, size: int, divisions: list, wanted: Callable 
     run, count = program(like, size), max(map(len, divisions))
     for offsets in divisions:
         case = like._replace(offsets=tuple(offsets), impl="reference")
-        o, finals, gradients = undivided(case) if wanted is None else wanted(case, size)
+        o, finals, gradients = unsharded(case) if wanted is None else wanted(case, size)
         d_o, d_finals = cotangents_of(case)
         arrays = arrays_of(case)
         arrays["initial_state"] = by_rank(arrays["initial_state"], case, size, count)
@@ -278,7 +278,7 @@ def test_c6_c10_convolutions_and_attention_see_the_ranks_before(size, kernel_siz
         if layer.kernel_size == kernel_size:
             cotangent, *arrays = layer_arrays(layer)
             found, output = gradient(tuple(arrays), cotangent, padded(layer.offsets))
-            for ours, theirs in zip((output, *found), layer_undivided(layer), strict=True):
+            for ours, theirs in zip((output, *found), layer_unsharded(layer), strict=True):
                 assert relative_difference(np.asarray(ours), theirs) <= TOLERANCE, layer
 
 
@@ -301,7 +301,7 @@ def test_c11_c12_a_hybrid_model_over_ranks(name, size):
     tokens, targets = (x.reshape(1, -1) for x in model_batch())
     batch = tokens, targets, (place // 24)[None], place % 24, model_offsets()
     value, found = jax.jit(jax.value_and_grad(loss))(params, *batch)
-    expected, gradients = model_undivided(name)
+    expected, gradients = model_unsharded(name)
     assert float(value) == pytest.approx(expected, rel=1e-12)
     for parameter, gradient in export_parameters(found).items():
         assert relative_difference(gradient, gradients[parameter]) <= 1e-11, parameter

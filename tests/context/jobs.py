@@ -86,7 +86,7 @@ def run_rule(case: Case, arrays: dict[str, Any], rules: tuple = (chunk_kda, chun
     return rule(*(arrays[name] for name in NAMES[:5]), chunk_size=4, use_qk_l2norm_in_kernel=True, **options)
 
 
-def undivided(case: Case) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]:
+def unsharded(case: Case) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]:
     """Outputs, final states and gradients of one process."""
     arrays = leaves_of(case, arrays_of(case))
     o, finals = run_rule(case, arrays, cu_seqlens=torch.tensor(case.offsets, dtype=torch.int32))

@@ -34,7 +34,7 @@ def layer_arrays(layer: Layer) -> list[np.ndarray]:
     return [rng.standard_normal(shape) for shape in shapes]
 
 
-def layer_undivided(layer: Layer) -> list[np.ndarray]:
+def layer_unsharded(layer: Layer) -> list[np.ndarray]:
     """Outputs and gradients, sequence by sequence."""
     cotangent, *arrays = [torch.from_numpy(x).requires_grad_() for x in layer_arrays(layer)]
     outputs = []
@@ -133,7 +133,7 @@ def model_offsets() -> np.ndarray:
     return np.append((STARTS + np.array([[0], [24]])).ravel(), 48).astype(np.int32)
 
 
-def model_undivided(name: str) -> tuple[float, dict[str, np.ndarray]]:
+def model_unsharded(name: str) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradients."""
     model = GPTModel(
         replace(

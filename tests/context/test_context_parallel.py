@@ -22,8 +22,8 @@ from reference_torch.context_parallel import (
 )
 from reference_torch.delta_rule import chunk_kda
 from reference_torch.rank_pool import RankPool
-from tests.context.jobs import OFFSETS, Case, arrays_of, held, own_slices, run_part, undivided
-from tests.context.layer_jobs import LAYERS, MODELS, Layer, layer_part, layer_undivided, model_undivided
+from tests.context.jobs import OFFSETS, Case, arrays_of, held, own_slices, run_part, unsharded
+from tests.context.layer_jobs import LAYERS, MODELS, Layer, layer_part, layer_unsharded, model_unsharded
 from tests.jax_process import run_cases
 
 SIZES = (3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 8)))
@@ -39,11 +39,11 @@ def pool(request):
 @cache
 def expected(case: Case):
     """Whatever way states travel."""
-    return undivided(case._replace(exchange="", disable_recompute=False))
+    return unsharded(case._replace(exchange="", disable_recompute=False))
 
 
 def assert_equal(case: Case, parts: list, size: int, wanted: tuple | None = None) -> None:
-    """All ranks' outputs, final states and gradients together are those wanted, or the undivided call's."""
+    """All ranks' outputs, final states and gradients together are those wanted, or the unsharded call's."""
     o, finals, gradients = wanted or expected(case)
     assert relative_difference(np.concatenate([part[0] for part in parts], axis=1), o) <= TOLERANCE
     whole = {name: np.zeros_like(gradient) for name, gradient in gradients.items()}
@@ -140,7 +140,7 @@ def test_c8_states_may_travel_in_bfloat16(pool, exchange):
     sent = pool.run("tests.context.exchange_jobs:count_sent", pool.size, exchange, 3, 4, 5, "bfloat16")
     assert sum(wire for _, wire, _ in sent) == exchange_cost(exchange, pool.size, 3, 4, 5, 2).wire_bytes
     case = Case("kda", (0, 48), exchange, wire="bfloat16")
-    o, _, gradients = undivided(case)
+    o, _, gradients = unsharded(case)
     parts = pool.run("tests.context.jobs:run_part", case)
     assert 1e-5 < relative_difference(np.concatenate([part[0] for part in parts], axis=1), o) < 2**-8
     for name in ("q", "k", "v", "g", "beta"):
@@ -149,7 +149,7 @@ def test_c8_states_may_travel_in_bfloat16(pool, exchange):
 
 
 def assert_layer_equal(layer: Layer, parts: list) -> None:
-    expected = layer_undivided(layer)
+    expected = layer_unsharded(layer)
     for place, (whole, own) in enumerate(zip(expected, zip(*parts, strict=True), strict=True)):
         found = sum(own) if whole.ndim == 2 else np.concatenate(own, axis=1)
         assert relative_difference(found, whole) <= TOLERANCE, (layer, place)
@@ -167,7 +167,7 @@ def test_c6_c10_convolutions_and_attention_see_the_ranks_before(pool):
 @pytest.mark.parametrize("name", MODELS)
 def test_c12_a_hybrid_model_over_ranks(pool, name):
     """With documents, dropout and recomputation; gradients are each rank's share."""
-    loss, gradients = model_undivided(name)
+    loss, gradients = model_unsharded(name)
     parts = pool.run("tests.context.layer_jobs:model_part", name)
     assert np.mean([part[0] for part in parts]) == pytest.approx(loss, rel=1e-12)
     for parameter, gradient in gradients.items():

@@ -85,7 +85,7 @@ def config_of(cut: str) -> TransformerConfig:
     return replace(CONFIG, **(CUTS | APPROXIMATE)[cut])
 
 
-def undivided_outcome(cut: str, corpus: Corpus) -> tuple:
+def unsharded_outcome(cut: str, corpus: Corpus) -> tuple:
     """Of PyTorch in one process."""
     alone = replace(CONFIG, **HYPER) if "recomputed" in cut else CONFIG
     return trajectory(Trainer(alone, TRAIN, corpus, device="cpu"), corpus)
@@ -110,7 +110,7 @@ def assert_same(found: tuple, expected: tuple) -> None:
 def test_c11_c12_torch_trains_as_one_process(cut, name):
     corpus = CORPORA[name]()
     with RankTrainer(config_of(cut), TRAIN, corpus) as trainer:
-        assert_same(trajectory(trainer, corpus), undivided_outcome(cut, corpus))
+        assert_same(trajectory(trainer, corpus), unsharded_outcome(cut, corpus))
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_c11_c12_jax_trains_as_pytorch_in_one_process(cut, tmp_path):
     names = CORPORA if cut == "ranks" else ["documents"]
     with rounds(3):  # ten take JAX half its compiling
         for name, found in in_jax(cut, tmp_path, *names).items():
-            assert_same(found, undivided_outcome(cut, CORPORA[name]()))
+            assert_same(found, unsharded_outcome(cut, CORPORA[name]()))
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_c11_c12_jax_trains_as_pytorch_in_one_process(cut, tmp_path):
 def test_c11_c12_jax_trains_with_replicas(cut, tmp_path):
     with rounds(3):
         found = in_jax(cut, tmp_path, "documents")["documents"]
-        assert_same(found, undivided_outcome(cut, corpus_of_documents()))
+        assert_same(found, unsharded_outcome(cut, corpus_of_documents()))
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_c8_both_train_alike_with_states_that_are_not_passed_on_whole(cut, tmp_p
     with RankTrainer(config_of(cut), TRAIN, corpus) as trainer:
         found = trajectory(trainer, corpus)
     assert_same(in_jax(cut, tmp_path, "text")["text"], found)
-    assert worst(found, undivided_outcome(cut, corpus))[0] > 1e-9  # something was left out
+    assert worst(found, unsharded_outcome(cut, corpus))[0] > 1e-9  # something was left out
 
 
 def in_jax(cut: str, folder: Path, *names: str) -> dict[str, tuple]:

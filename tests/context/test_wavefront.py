@@ -22,8 +22,8 @@ from parity.compare import relative_difference
 from reference_torch.context_parallel import wavefront as wavefront_room
 from reference_torch.ops import short_convolution
 from reference_torch.rank_pool import RankPool
-from tests.context.jobs import OFFSETS, Case, undivided
-from tests.context.layer_jobs import MODEL, PIPELINED_LAYERS, PIPELINED_MODELS, model_undivided
+from tests.context.jobs import OFFSETS, Case, unsharded
+from tests.context.layer_jobs import MODEL, PIPELINED_LAYERS, PIPELINED_MODELS, model_unsharded
 from tests.context.test_context_parallel import assert_equal, assert_layer_equal, cases_of
 from tests.jax_process import run_cases
 
@@ -86,7 +86,7 @@ def test_slots_of_jax():
 
 @cache
 def expected(case: Case):
-    return undivided(case._replace(exchange="", disable_recompute=False, impl="reference"))
+    return unsharded(case._replace(exchange="", disable_recompute=False, impl="reference"))
 
 
 @pytest.mark.multiprocess
@@ -121,7 +121,7 @@ def test_convolutions_and_attention_see_the_ranks_before(pool):
 @pytest.mark.parametrize("name", PIPELINED_MODELS)
 def test_a_hybrid_model_over_ranks(pool, name):
     """With documents, dropout, and recomputation, for which nothing travels a second time."""
-    loss, gradients = model_undivided(name)
+    loss, gradients = model_unsharded(name)
     parts = pool.run(f"{LAYERS}:model_part", name)
     assert np.mean([part[0] for part in parts]) == pytest.approx(loss, rel=1e-12)
     for parameter, gradient in gradients.items():
@@ -152,7 +152,7 @@ def test_a_context_may_serve_one_pass_after_the_other_but_not_two_at_once_that_a
 @pytest.mark.multiprocess
 def test_states_may_travel_in_bfloat16(pool):
     case = Case("kda", (0, 48), "pipelined", wire="bfloat16")
-    o, _, gradients = undivided(case)
+    o, _, gradients = unsharded(case)
     parts = pool.run(f"{JOBS}:run_part", case)
     assert 1e-5 < relative_difference(np.concatenate([part[0] for part in parts], axis=1), o) < 2**-8
     for name in ("q", "k", "v", "g", "beta"):

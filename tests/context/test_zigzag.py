@@ -92,7 +92,7 @@ def pool(request):
 
 @cache
 def expected(case: Case) -> list[np.ndarray]:
-    return zigzag_jobs.undivided(case)
+    return zigzag_jobs.unsharded(case)
 
 
 def assert_equal(case: Case, parts: list, tolerance: float = TOLERANCE) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from diptych.plans.amax_history import BIAS, SHAPE
 from diptych.plans.context.exchange import exchange_options
-from diptych.plans.mesh import undivided as undivided_config
+from diptych.plans.mesh import unsharded as unsharded_config
 from diptych.plans.model.implementation import callback_threads
 from diptych.plans.model.parameters import mlp_specs
 from jax_impl.carry import carried_through, relay
@@ -27,16 +27,16 @@ from jax_impl.pipeline import make_pipeline_step
 from jax_impl.saving import export_parameters
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
-from tests.context.jobs import OFFSETS, TOKENS, Case, arrays_of, cotangents_of, exchange_of, held, run_rule, undivided
+from tests.context.jobs import OFFSETS, TOKENS, Case, arrays_of, cotangents_of, exchange_of, held, run_rule, unsharded
 from tests.context.layer_jobs import (
     MODEL,
     PIPELINED_LAYERS,
     PIPELINED_MODELS,
     layer_arrays,
-    layer_undivided,
+    layer_unsharded,
     model_batch,
     model_offsets,
-    model_undivided,
+    model_unsharded,
 )
 
 os.environ["NPROC"] = str(callback_threads(8))
@@ -89,7 +89,7 @@ def test_ranks_compute_every_microbatch_as_one_process_does(size, impl):
     run, count = jax.jit(jax.grad(loss, has_aux=True)), max(map(len, divisions))
     for offsets in divisions:
         case = like._replace(offsets=tuple(offsets), impl="reference")
-        o, finals, gradients = undivided(case)
+        o, finals, gradients = unsharded(case)
         d_o, d_finals = cotangents_of(case)
         arrays = arrays_of(case)
         arrays["initial_state"] = by_rank(arrays["initial_state"], case, size, count)
@@ -127,7 +127,7 @@ def test_convolutions_and_attention_see_the_ranks_before(size, kernel_size):
         if layer.kernel_size == kernel_size:
             cotangent, *arrays = layer_arrays(layer)
             found, output = gradient(tuple(arrays), cotangent, padded(layer.offsets, LONGEST))
-            for ours, theirs in zip((output, *found), layer_undivided(layer), strict=True):
+            for ours, theirs in zip((output, *found), layer_unsharded(layer), strict=True):
                 assert relative_difference(np.asarray(ours), theirs) <= TOLERANCE, layer
 
 
@@ -158,7 +158,7 @@ def test_a_hybrid_model_over_ranks(name, size):
     tokens, targets = (x.reshape(1, -1) for x in model_batch())
     batch = tokens, targets, (place // 24)[None], place % 24, model_offsets()
     value, found = jax.jit(jax.value_and_grad(loss))(params, *batch)
-    expected, gradients = model_undivided(name)
+    expected, gradients = model_unsharded(name)
     assert float(value) == pytest.approx(expected, rel=1e-12)
     for parameter, gradient in export_parameters(found).items():
         assert relative_difference(gradient, gradients[parameter]) <= 1e-11, parameter
@@ -167,7 +167,7 @@ def test_a_hybrid_model_over_ranks(name, size):
 @pytest.mark.slow
 def test_a_step_that_keeps_its_inputs_alone_has_the_same_gradients():
     config = replace(MODEL, context_parallel_size=3, cp_exchange="pipelined")
-    model = GPTModel(undivided_config(config))
+    model = GPTModel(unsharded_config(config))
     tokens, targets = np.random.default_rng(5).integers(0, 32, (2, 4, 2, 24)).astype(np.int32)
     found = []
     for saves in ("residuals", "inputs"):
@@ -214,7 +214,7 @@ def test_states_may_travel_in_bfloat16():
         return over_microbatches(lambda _: run_rule(case, arrays, RULES_OF_JAX, cp_context=context)[0], 1, "cp")
 
     found, pull_back = jax.vjp(jax.jit(run), arrays)
-    o, _, gradients = undivided(case)
+    o, _, gradients = unsharded(case)
     assert 1e-5 < relative_difference(np.asarray(found[0]), o) < 2**-8
     for name, gradient in pull_back(jnp.asarray(d_o)[None])[0].items():
         assert 1e-5 < relative_difference(np.asarray(gradient), gradients[name]) < 2**-6, name

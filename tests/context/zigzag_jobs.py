@@ -51,7 +51,7 @@ def arrays_of(case: Case) -> list[np.ndarray]:
     return [torch.from_numpy(x).bfloat16().double().numpy() for x in drawn]
 
 
-def undivided(case: Case) -> list[np.ndarray]:
+def unsharded(case: Case) -> list[np.ndarray]:
     """Outputs and gradients of q, k and v, sequence by sequence, in float64."""
     cotangent, *arrays = [torch.from_numpy(x).requires_grad_() for x in arrays_of(case)]
     cuts = [(begin, end) for begin, end in itertools.pairwise(case.offsets) if begin < end]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from diptych.plans.config import TrainConfig, TransformerConfig
 from diptych.plans.model.parameters import parameter_specs
-from diptych.plans.optimizer_shares import has_master_weights, stored_dtype
+from diptych.plans.optimizer_shards import has_master_weights, stored_dtype
 from diptych.plans.tensor_files import from_bfloat16, to_bfloat16
 from jax_impl.train import Trainer as JaxTrainer
 from reference_torch.distributed_optimizer import DistributedAdamW
@@ -105,11 +105,11 @@ def test_a_users_layer_trains_as_with_float32_weights():
     train_rounded(plain, torch.optim.AdamW([plain], **SETTINGS, fused=True), range(6))
     weight = torch.nn.Parameter(initial.clone())
     optimizer = DistributedAdamW([weight], None, 1.0, **SETTINGS)
-    optimizer.store_in(torch.bfloat16, [weight])
+    optimizer.keep_master_weights(torch.bfloat16, [weight])
     train_rounded(weight, optimizer, range(3))
     again = torch.nn.Parameter(initial.clone())
     resumed = DistributedAdamW([again], None, 1.0, **SETTINGS)
-    resumed.store_in(torch.bfloat16, [again])
+    resumed.keep_master_weights(torch.bfloat16, [again])
     resumed.load_state_dict(optimizer.state_dict())
     with torch.no_grad():
         again.copy_(weight)
@@ -117,7 +117,7 @@ def test_a_users_layer_trains_as_with_float32_weights():
     assert again.dtype is torch.bfloat16
     assert again.grad is not None
     assert again.grad.dtype is torch.float32
-    assert torch.equal(resumed.whole(resumed.master_weight(again), again), plain)
+    assert torch.equal(resumed.unshard(resumed.master_weight(again), again), plain)
     assert torch.equal(again, plain.bfloat16())
 
 
@@ -125,7 +125,7 @@ def optimizer_of(*parameters: torch.nn.Parameter, **changes: float) -> Distribut
     return DistributedAdamW(parameters, None, 1.0, **{**SETTINGS, **changes})
 
 
-def test_what_an_optimizer_of_shares_cannot_do_is_refused_by_name():
+def test_what_an_optimizer_of_shards_cannot_do_is_refused_by_name():
     weight = torch.nn.Parameter(torch.ones(8, 24))
     with pytest.raises(TypeError, match="maximize"):
         optimizer_of(weight, maximize=True)
@@ -149,12 +149,12 @@ def test_master_weights_are_made_once_and_loaded_where_they_were_saved():
     weight = torch.nn.Parameter(torch.full((8, 24), 1.001))
     optimizer = optimizer_of(weight)
     before = optimizer.state_dict()
-    optimizer.store_in(torch.bfloat16, [weight, weight])  # tied weights may be listed twice
+    optimizer.keep_master_weights(torch.bfloat16, [weight, weight])  # tied weights may be listed twice
     assert optimizer.master_weight(weight).dtype is torch.float32
-    with pytest.raises(ValueError, match="call store_in once"):
-        optimizer.store_in(torch.bfloat16, [weight])
+    with pytest.raises(ValueError, match="call keep_master_weights once"):
+        optimizer.keep_master_weights(torch.bfloat16, [weight])
     with pytest.raises(ValueError, match="expected parameters of this optimizer"):
-        optimizer.store_in(torch.bfloat16, [torch.nn.Parameter(torch.ones(3))])
+        optimizer.keep_master_weights(torch.bfloat16, [torch.nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match="expected master weights of parameter 0, as this optimizer has, got none"):
         optimizer.load_state_dict(before)
     with pytest.raises(ValueError, match=r"expected the state of .*'ranks': 1\}.* got \{'rank': 1, 'ranks': 2\}"):

@@ -1,4 +1,4 @@
-"""Shares of a distributed optimizer: what a rank has, keeps and sends."""
+"""Shards of a distributed optimizer: what a rank has, keeps and sends."""
 
 from collections import Counter
 from dataclasses import asdict, replace
@@ -13,7 +13,7 @@ from diptych.planner.memory.stages import predict_stages
 from diptych.planner.step_time import Machine, step_time
 from diptych.planner.traffic import wire_traffic
 from diptych.plans.config import TransformerConfig
-from diptych.plans.optimizer_shares import SHARE_MULTIPLE, own_share, share_size
+from diptych.plans.optimizer_shards import SHARD_MULTIPLE, own_shard, shard_size
 from diptych.plans.schedule.named import schedule_for
 from reference_torch.groups import GATHER, SCATTER
 from reference_torch.rank_pool import RankPool
@@ -23,13 +23,13 @@ WIDE = TransformerConfig(hidden_size=1024, num_layers=4, num_attention_heads=16,
 
 
 @given(st.integers(0, 400), st.integers(1, 9))
-def test_shares_are_all_entries_in_order(entries, ranks):
-    x = np.arange(entries)
-    shares = [x[own_share(entries, ranks, rank)] for rank in range(ranks)]
-    assert np.array_equal(np.concatenate(shares), x)
-    assert all(len(share) <= share_size(entries, ranks) for share in shares)
-    assert all(share.size == 0 or share[0] % SHARE_MULTIPLE == 0 for share in shares)
-    assert share_size(entries, ranks) * ranks <= entries + SHARE_MULTIPLE * ranks
+def test_shards_are_all_elements_in_order(elements, ranks):
+    x = np.arange(elements)
+    shards = [x[own_shard(elements, ranks, rank)] for rank in range(ranks)]
+    assert np.array_equal(np.concatenate(shards), x)
+    assert all(len(shard) <= shard_size(elements, ranks) for shard in shards)
+    assert all(shard.size == 0 or shard[0] % SHARD_MULTIPLE == 0 for shard in shards)
+    assert shard_size(elements, ranks) * ranks <= elements + SHARD_MULTIPLE * ranks
 
 
 MESHES = (
@@ -68,27 +68,27 @@ def test_s2_memory_and_messages_are_the_predicted_ones(cut):
 
 
 def test_master_weights_need_less_memory_and_fewer_bytes():
-    whole = replace(WIDE, bf16=True)
-    shared = replace(whole, use_distributed_optimizer=True)
-    (before,), (after,) = (rank_memories(c, schedule_for(c, 1), predict_stages(c, 1), 8) for c in (whole, shared))
+    unsharded = replace(WIDE, bf16=True)
+    sharded = replace(unsharded, use_distributed_optimizer=True)
+    (before,), (after,) = (rank_memories(c, schedule_for(c, 1), predict_stages(c, 1), 8) for c in (unsharded, sharded))
     rounded = 2 * 12 * WIDE.num_layers * WIDE.hidden_size**2  # bytes
     assert after.parameters == pytest.approx(before.parameters - rounded, rel=0.01)
     assert after.master_weights == pytest.approx(2 * rounded / 8, rel=0.1)
     assert after.gradients == before.gradients
     assert after.activations == pytest.approx(before.activations - rounded, rel=0.05)
-    sent = [{term.name: sum(term.by_rank) for term in wire_traffic(c, 1, 1, 8)} for c in (whole, shared)]
+    sent = [{term.name: sum(term.by_rank) for term in wire_traffic(c, 1, 1, 8)} for c in (unsharded, sharded)]
     assert sent[1]["updated parameters"] < 0.75 * sent[1]["gradients of parameters"] == 0.375 * sum(sent[0].values())
 
 
-def test_a_share_needs_less_memory_and_no_more_messages():
-    shared = replace(WIDE, use_distributed_optimizer=True)
+def test_a_shard_needs_less_memory_and_no_more_messages():
+    sharded = replace(WIDE, use_distributed_optimizer=True)
     schedule, stages = schedule_for(WIDE, 1), predict_stages(WIDE, 1)
-    (whole,), (own,) = (rank_memories(config, schedule, stages, 8) for config in (WIDE, shared))
-    assert own.moments == pytest.approx(whole.moments / 8, rel=1e-3)
-    assert whole.total - own.total == whole.moments - own.moments
-    assert rank_memories(shared, schedule, stages, 1) == [whole]
-    found, expected = (sum(sum(term.by_rank) for term in wire_traffic(config, 1, 1, 8)) for config in (shared, WIDE))
+    (unsharded,), (own,) = (rank_memories(config, schedule, stages, 8) for config in (WIDE, sharded))
+    assert own.moments == pytest.approx(unsharded.moments / 8, rel=1e-3)
+    assert unsharded.total - own.total == unsharded.moments - own.moments
+    assert rank_memories(sharded, schedule, stages, 1) == [unsharded]
+    found, expected = (sum(sum(term.by_rank) for term in wire_traffic(config, 1, 1, 8)) for config in (sharded, WIDE))
     assert found == expected
-    times = [step_time(config, 1, 1, 8, machine=Machine()) for config in (shared, WIDE)]
+    times = [step_time(config, 1, 1, 8, machine=Machine()) for config in (sharded, WIDE)]
     assert times[0].update == pytest.approx(times[1].update / 8, rel=1e-3)
     assert times[0].gradients == pytest.approx(times[1].gradients)

@@ -1,4 +1,4 @@
-"""Training with a distributed optimizer is training with a whole one, to the bit, in losses, parameters and moments."""
+"""A distributed optimizer gives bitwise equal losses, parameters and moments to an unsharded one."""
 
 import pickle
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 
 from diptych.plans.checkpoint import read_checkpoint
 from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.tensor_files import from_bfloat16, to_bfloat16
 from jax_impl.train import Trainer as JaxTrainer
 from parity.compare import relative_difference
@@ -94,14 +94,14 @@ def results_of(trainer: Any, train: TrainConfig, folder: Path) -> dict[str, np.n
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("cut", [pytest.param(cut, marks=() if cut in DAILY else pytest.mark.slow) for cut in CUTS])
-def test_s2_torch_trains_as_with_a_whole_optimizer(cut, tmp_path):
+def test_s2_torch_trains_as_with_an_unsharded_optimizer(cut, tmp_path):
     replicas, config, train = settings(cut)
     found = []
-    for shared in (True, False):
-        own = replace(config, use_distributed_optimizer=shared)
+    for sharded in (True, False):
+        own = replace(config, use_distributed_optimizer=sharded)
         with RankTrainer(own, train, tiny_corpus(), replicas) as trainer:
-            found.append(results_of(trainer, train, tmp_path / str(shared)))
-    alone = undivided(replace(config, **PLAIN))
+            found.append(results_of(trainer, train, tmp_path / str(sharded)))
+    alone = unsharded(replace(config, **PLAIN))
     expected = results_of(Trainer(alone, train, tiny_corpus(), device="cpu"), train, tmp_path / "alone")
     check(found, expected, train, LIMITS[config.params_dtype])
 
@@ -109,13 +109,13 @@ def test_s2_torch_trains_as_with_a_whole_optimizer(cut, tmp_path):
 def check(
     found: list[dict[str, np.ndarray]], expected: dict[str, np.ndarray], train: TrainConfig, limit: float
 ) -> None:
-    """Results with shares are those with a whole optimizer, and up to rounding those of one process."""
-    shared, whole = found
-    assert shared.keys() == whole.keys() == expected.keys()
-    assert [name for name in whole if not np.array_equal(shared[name], whole[name])] == []
-    assert not train.clip_grad or (shared["norms"] > train.clip_grad).all()
+    """Results with shards are those of an unsharded optimizer, and up to rounding those of one process."""
+    sharded, unsharded = found
+    assert sharded.keys() == unsharded.keys() == expected.keys()
+    assert [name for name in unsharded if not np.array_equal(sharded[name], unsharded[name])] == []
+    assert not train.clip_grad or (sharded["norms"] > train.clip_grad).all()
     compared = expected if limit < 1e-6 else ["losses"]  # gradients of another rounding differ after a step
-    differences = {name: relative_difference(shared[name], expected[name]) for name in compared}
+    differences = {name: relative_difference(sharded[name], expected[name]) for name in compared}
     assert {name: value for name, value in differences.items() if value > limit} == {}
 
 
@@ -131,10 +131,10 @@ def test_s2_a_checkpoint_is_of_any_number_of_replicas_and_of_both_backends(tmp_p
         assert trainer.resume(tmp_path / "three") == 1
         trainer.train_step(1)
         trainer.save(tmp_path / "four")
-    again = Trainer(undivided(config), train, corpus, device="cpu")
+    again = Trainer(unsharded(config), train, corpus, device="cpu")
     for step in range(3):
         again.train_step(step)
-    alone = JaxTrainer(undivided(config), train, corpus)
+    alone = JaxTrainer(unsharded(config), train, corpus)
     assert alone.resume(tmp_path / "four") == 2
     alone.train_step(2)
     found = alone.parameters()
@@ -154,7 +154,7 @@ def test_s2_master_weights_resume_on_other_replicas_and_in_one_process_of_either
         expected = trainer.parameters()
     assert any((value != from_bfloat16(to_bfloat16(value))).any() for value in expected.values())
     for make in (Trainer, JaxTrainer):
-        resumed = make(undivided(config), train, corpus)
+        resumed = make(unsharded(config), train, corpus)
         assert resumed.resume(tmp_path) == 1
         found = resumed.parameters()
         assert [name for name, value in expected.items() if not np.array_equal(found[name], value)] == []
@@ -168,12 +168,12 @@ def test_s2_master_weights_resume_on_other_replicas_and_in_one_process_of_either
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("cut", [pytest.param(cut, marks=() if cut == DAILY[0] else pytest.mark.slow) for cut in CUTS])
-def test_s2_jax_trains_as_with_a_whole_optimizer(cut, tmp_path):
+def test_s2_jax_trains_as_with_an_unsharded_optimizer(cut, tmp_path):
     _, config, train = settings(cut)
     child = [sys.executable, "-m", "tests.distributed_optimizer.training_child", str(tmp_path), cut]
     done = subprocess.run(child, capture_output=True, text=True, timeout=580, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     with rounds(ROUNDS):
-        trainer = Trainer(undivided(replace(config, **PLAIN)), train, tiny_corpus(), device="cpu")
+        trainer = Trainer(unsharded(replace(config, **PLAIN)), train, tiny_corpus(), device="cpu")
         expected = results_of(trainer, train, tmp_path / "alone")
     check(pickle.loads((tmp_path / cut).read_bytes()), expected, train, LIMITS[config.params_dtype])

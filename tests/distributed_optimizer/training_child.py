@@ -4,7 +4,7 @@ Of its own process, since the number of devices is fixed once JAX has been used.
 
     python -m tests.distributed_optimizer.training_child FOLDER CUT...
 
-trains every cut with shares and with a whole optimizer, and writes FOLDER/CUT: the results of both.
+trains every cut with a sharded and with an unsharded optimizer, and writes FOLDER/CUT: the results of both.
 """
 
 import pickle
@@ -29,11 +29,11 @@ def main(folder: Path, cuts: list[str]) -> None:
     for cut in cuts:
         replicas, config, train = settings(cut)
         results = []
-        for shared in (True, False):
-            own = replace(config, use_distributed_optimizer=shared)
+        for sharded in (True, False):
+            own = replace(config, use_distributed_optimizer=sharded)
             mesh = make_mesh(own, jax.devices()[: replicas * own.model_parallel_size])
             trainer = Trainer(own, train, tiny_corpus(), mesh)
-            results.append(results_of(trainer, train, folder / f"checkpoints {shared} {cut}"))
+            results.append(results_of(trainer, train, folder / f"checkpoints {sharded} {cut}"))
         (folder / cut).write_bytes(pickle.dumps(results))
 
 

@@ -85,10 +85,10 @@ import numpy as np
 from flax import nnx
 from jax_impl.transformer import GPTModel
 from diptych.plans.config import TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 
 config = TransformerConfig(16, 2, 2, seq_length=8, pipeline_model_parallel_size=2)
-model = GPTModel(undivided(config))
+model = GPTModel(unsharded(config))
 params = nnx.split(model, nnx.Param)[1]
 tokens = targets = np.zeros((2, 1, 8), np.int32)
 """,

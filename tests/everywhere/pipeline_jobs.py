@@ -1,4 +1,4 @@
-"""Pipelines of others' models on ranks, and the same microbatches through the undivided model."""
+"""Pipelines of others' models on ranks, and the same microbatches through the single-device model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,7 +78,7 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
     return (logits.double() * target).sum()
 
 
-def undivided(case: Case) -> Outcome:
+def unsharded(case: Case) -> Outcome:
     """The same microbatches, one after the other, and the mean over replicas."""
     model = make(case)
     losses = []

@@ -78,13 +78,13 @@ def test_pipelines_of_partitioned_modules():
     pipeline = PipelineExecutor(stages, "interleaved", MICROBATCHES, parameters=arrays, **settings)
     losses, gradients = pipeline.step(pipeline.stage_parameters(arrays), x, target)
 
-    def undivided(arrays):
+    def unsharded(arrays):
         y = batch(8)
         for block in eqx.combine(arrays, rest):
             y = jax.vmap(block)(y)
         return jnp.mean((y - 2 * batch(8)) ** 2)
 
-    assert_close((losses.mean(), pipeline.join_parameters(gradients)), jax.value_and_grad(undivided)(arrays))
+    assert_close((losses.mean(), pipeline.join_parameters(gradients)), jax.value_and_grad(unsharded)(arrays))
     with pytest.raises(ValueError, match=r"floating-point arrays, got float for 'attention\.dropout\.p' of stage 0"):
         PipelineExecutor(stages, "interleaved", MICROBATCHES, parameters=blocks(4), **settings)
 

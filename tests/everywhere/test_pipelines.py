@@ -3,7 +3,7 @@
 import pytest
 
 from reference_torch.rank_pool import RankPool
-from tests.everywhere.pipeline_jobs import Case, undivided
+from tests.everywhere.pipeline_jobs import Case, unsharded
 from tests.everywhere.torch_models import NAMES
 
 JOB = "tests.everywhere.pipeline_jobs:run"
@@ -33,8 +33,8 @@ def four():
 
 
 def check(pool, case, tolerance=1e-13):
-    """Losses on the last stage alone, every gradient and buffer on some rank, as the undivided model has them."""
-    expected = undivided(case)
+    """Losses on the last stage alone, every gradient and buffer on some rank, as the single-device model has them."""
+    expected = unsharded(case)
     outcomes = pool.run(JOB, case)
     count = case.num_microbatches
     with_losses = [outcome.losses for outcome in outcomes if outcome.losses[0]]

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.offload import action_uses, layer_storages, plan_actions, plan_offload
 from diptych.plans.schedule.named import schedule_for
 from jax_impl import ops
@@ -66,7 +66,7 @@ def offloaded(config: TransformerConfig, ahead: int = 1, activations: bool = Fal
 
 def made(config: TransformerConfig, m: int, mesh: Mesh | None = None, **options):
     """A step, its parameters where they lie between steps, and a batch."""
-    model = GPTModel(undivided(config))
+    model = GPTModel(unsharded(config))
     step = make_pipeline_step(model, config, mesh, transform="shard_map", **options)
     staged = step.stage_parameters(nnx.split(model, nnx.Param)[1])
     placed = OffloadedPipeline(step, staged, m).place(staged)
@@ -277,7 +277,7 @@ def test_lowered_for_a_gpu_it_copies_from_pinned_memory():
     ],
 )
 def test_training_is_that_without_offload(flags, ahead, activations, tmp_path):
-    """Steps, statistics, validation; and each goes on from the other's checkpoint, also the undivided model."""
+    """Steps, statistics, validation; and each goes on from the other's checkpoint, also the single-device model."""
     config = replace(PLAIN, **flags)
     plain, moved = (Trainer(c, TRAIN, tiny_corpus()) for c in (config, offloaded(config, ahead, activations)))
     plans = moved.offload.plans
@@ -305,7 +305,7 @@ def test_training_is_that_without_offload(flags, ahead, activations, tmp_path):
         assert plan.moves[: len(plan_actions(config, 4, rank).moves)] == plan_actions(moved.config, 4, rank).moves
 
     paths = {one: one.save(tmp_path / name) for one, name in ((plain, "plain"), (moved, "moved"))}
-    alone = Trainer(undivided(config), TRAIN, tiny_corpus())
+    alone = Trainer(unsharded(config), TRAIN, tiny_corpus())
     assert moved.resume(paths[plain]) == plain.resume(paths[moved]) == alone.resume(paths[moved]) == 3
     assert kinds(moved) == {True: {"pinned_host"}, False: {"device"}}
     losses = [trainer.train_step(3).loss for trainer in (plain, moved, alone)]
@@ -358,7 +358,7 @@ def assert_same(moved: Trainer, plain: Trainer) -> None:
 
 
 def test_what_does_not_go_together_is_refused():
-    model = GPTModel(undivided(PLAIN))
+    model = GPTModel(unsharded(PLAIN))
     with pytest.raises(ValueError, match=r"transform: expected 'shard_map' with enable_tensor_offload, got 'pmap'"):
         make_pipeline_step(model, offloaded(PLAIN), transform="pmap")
     with pytest.raises(ValueError, match=r"saves: expected 'residuals' with enable_activation_offload, got 'inputs'"):

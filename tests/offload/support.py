@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.offload import plan_offload
 from parity.compare import relative_difference
 from parity.tolerances import PARAMETERS
@@ -124,7 +124,7 @@ MODES = {
 
 def check_a_step(config: TransformerConfig, pool: RankPool | None = None) -> None:
     """Numbers of the run without offload and of one process, bit by bit there; moves and bytes as planned."""
-    expected, parameters = train_a_step(undivided(config), TRAIN)
+    expected, parameters = train_a_step(unsharded(config), TRAIN)
     config, job = replace(config, enable_tensor_offload=True), "tests.offload.jobs:train_a_step"
     results = [train_a_step(config, TRAIN)] if pool is None else pool.run(job, config, TRAIN)
     for found, values in results:

@@ -102,7 +102,7 @@ class Position(nn.Module):
 
 
 class Placed(nn.Module):
-    """A linear map of an input with a position."""
+    """A linear layer of an input with a position."""
 
     def __init__(self) -> None:
         super().__init__()

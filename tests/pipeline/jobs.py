@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.data import Batch, Corpus
 from diptych.plans.recompute import NO_RECOMPUTE
 from diptych.plans.schedule.actions import Action
@@ -79,13 +79,13 @@ def microbatches(case: Case, replicas: int = 1) -> list[Microbatch]:
     ]
 
 
-def undivided_outcome(case: Case, replicas: int = 1, weights: Sequence[float] | None = None) -> Outcome:
+def unsharded_outcome(case: Case, replicas: int = 1, weights: Sequence[float] | None = None) -> Outcome:
     """Loss and gradients of the whole model on one process, by nothing but autograd.
 
     Args:
         weights: of each microbatch's mean loss in the step's; None: all alike.
     """
-    model = GPTModel(replace(undivided(case.config), **NO_RECOMPUTE))
+    model = GPTModel(replace(unsharded(case.config), **NO_RECOMPUTE))
     losses = []
     for part in microbatches(case, replicas):
         losses.append(model(**arguments_of(part)))

@@ -15,7 +15,7 @@ WIDTH, BATCH = 4, 2
 
 
 def linear_stage(stage: int) -> torch.nn.Module:
-    """One linear map and a curve."""
+    """One linear layer and a curve."""
     torch.manual_seed(stage)
     return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64), torch.nn.Tanh())
 
@@ -45,7 +45,7 @@ def by_the_peers_runtime(path: str) -> dict[int, list[np.ndarray]]:
     return {stage: [p.grad.numpy().copy() for p in module.parameters()] for stage, module in modules.items()}
 
 
-def undivided(num_stages: int, num_microbatches: int) -> dict[int, list[np.ndarray]]:
+def unsharded(num_stages: int, num_microbatches: int) -> dict[int, list[np.ndarray]]:
     """The same without a pipeline."""
     modules = [linear_stage(stage) for stage in range(num_stages)]
     x, y = data(num_microbatches)

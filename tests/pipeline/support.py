@@ -1,4 +1,4 @@
-"""What ranks compute in a pipeline beside the undivided model."""
+"""What ranks compute in a pipeline beside the single-device model."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from diptych.plans.schedule.named import schedule_for
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
 from reference_torch.rank_pool import RankPool
-from tests.pipeline.jobs import TINY, Case, Outcome, undivided_outcome
+from tests.pipeline.jobs import TINY, Case, Outcome, unsharded_outcome
 
 JOBS = "tests.pipeline.jobs"
 multiprocess = pytest.mark.multiprocess
@@ -27,7 +27,7 @@ def divided(p: int, schedule: str | None = None, v: int | None = None, **setting
 
 
 def check(case: Case, ranks: list[Outcome], expected: Outcome) -> None:
-    """Losses on the last stage's rank alone, every gradient of the undivided model, actions as planned.
+    """Losses on the last stage's rank alone, every gradient of the single-device model, actions as planned.
 
     Ranks of one replica follow each other; all replicas end with the same gradients.
     """
@@ -57,11 +57,11 @@ def check_gradients(ranks: list[Outcome], expected: dict[str, np.ndarray], dtype
             assert difference <= GRADIENT[dtype], f"rank {rank}, {name}: {difference:.1e}"
 
 
-def equal_to_undivided(pool: RankPool, cases: dict[str, Case]) -> None:
+def equal_to_unsharded(pool: RankPool, cases: dict[str, Case]) -> None:
     per_rank = pool.run(f"{JOBS}:run_cases", [*cases.values()])
     for place, (name, case) in enumerate(cases.items()):
         replicas = pool.size // case.config.pipeline_model_parallel_size
         try:
-            check(case, [outcomes[place] for outcomes in per_rank], undivided_outcome(case, replicas))
+            check(case, [outcomes[place] for outcomes in per_rank], unsharded_outcome(case, replicas))
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None

@@ -20,7 +20,7 @@ from diptych.plans.schedule.simulate import Costs, simulate
 from parity.cli.processes import CHILD
 from reference_torch.rank_pool import RankError, RankPool
 from tests.faults.messages import Fault
-from tests.pipeline.jobs import Case, Outcome, undivided_outcome
+from tests.pipeline.jobs import Case, Outcome, unsharded_outcome
 from tests.pipeline.support import JOBS, check, check_gradients, divided
 from tests.rank_processes import wait_until_gone
 
@@ -121,7 +121,7 @@ def check_fault(scenario: Scenario, reports: dict[int, RankReport]) -> None:
 def check_losses(scenario: Scenario, reports: dict[int, RankReport]) -> None:
     """Where the last rank came to an end, its losses are the right ones."""
     if 3 in reports and reports[3].outcome is not None:
-        expected = undivided_outcome(scenario.others.get(3, scenario.case)).reports
+        expected = unsharded_outcome(scenario.others.get(3, scenario.case)).reports
         assert reports[3].outcome.reports == pytest.approx(expected, rel=1e-12)
 
 
@@ -175,7 +175,7 @@ HARMLESS = {
 
 def check_harmless(scenario: Scenario, reports: dict[int, RankReport]) -> None:
     assert [reports[rank].error for rank in range(4)] == [None] * 4
-    expected = undivided_outcome(scenario.case, 4 // scenario.case.config.pipeline_model_parallel_size)
+    expected = unsharded_outcome(scenario.case, 4 // scenario.case.config.pipeline_model_parallel_size)
     check(scenario.case, [reports[rank].outcome for rank in range(4)], expected)
 
 
@@ -196,7 +196,7 @@ OTHERS = {
 def check_other(scenario: Scenario, reports: dict[int, RankReport]) -> None:
     errors = [part.error for part in reports.values() if part.error is not None]
     if not errors:
-        check_gradients([part.outcome for part in reports.values()], undivided_outcome(CASE).gradients)
+        check_gradients([part.outcome for part in reports.values()], unsharded_outcome(CASE).gradients)
     assert not errors or any(re.search(NAMED, error) for error in errors)
     check_losses(scenario, reports)
 

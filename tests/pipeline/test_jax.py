@@ -64,11 +64,11 @@ updated = jax.jit(lambda p, g: jax.tree.map(lambda a, b: a - 0.1 * b, p, g))(sta
 step(updated, tokens, targets)
 
 
-def undivided(params):
+def unsharded(params):
     return sum(nnx.merge(graph, params)(*map(jnp.asarray, part)) for part in zip(tokens, targets)) / 2
 
 
-expected, theirs = jax.jit(jax.value_and_grad(undivided))(params)
+expected, theirs = jax.jit(jax.value_and_grad(unsharded))(params)
 np.testing.assert_allclose(loss, expected, rtol=1e-13)
 for a, b in zip(jax.tree.leaves(step.join_parameters(gradients)), jax.tree.leaves(theirs), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.plans.config import TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.schedule.partition import (
     check_stage_ends,
     get_num_layers_to_build,
@@ -188,8 +188,8 @@ def test_ends_of_the_model_lie_on_its_first_and_last_stage():
         check_stage_ends(config, False, True, 1, 0)
 
 
-def test_the_undivided_model_is_the_same_but_for_its_stages():
+def test_the_single_device_model_is_the_same_but_for_its_stages():
     config = pipeline(7, 4, pipeline_model_parallel_layout="Et|tt|tt|ttL", hidden_dropout=0.1)
-    whole = undivided(config)
+    whole = unsharded(config)
     assert layers_by_stage(whole) == (7,)
     assert whole == TransformerConfig(32, 7, 4, hidden_dropout=0.1)

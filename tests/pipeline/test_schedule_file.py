@@ -21,7 +21,7 @@ from reference_torch.rank_pool import RankPool
 from tests.pipeline import schedule_file_jobs
 from tests.pipeline.jobs import TINY, Case
 from tests.pipeline.schedules import ANY
-from tests.pipeline.support import equal_to_undivided
+from tests.pipeline.support import equal_to_unsharded
 
 
 @given(ANY)
@@ -280,7 +280,7 @@ def two():
 def test_torchs_runtime_runs_what_is_written_here(two, name, tmp_path):
     path = tmp_path / "schedule.csv"
     path.write_text(schedule_to_csv(build_schedule(name, 2, 4, 2)))
-    expected = schedule_file_jobs.undivided(4, 4)
+    expected = schedule_file_jobs.unsharded(4, 4)
     found = {}
     for of_rank in two.run("tests.pipeline.schedule_file_jobs:by_the_peers_runtime", str(path)):
         found |= of_rank
@@ -304,7 +304,7 @@ def test_microbatches_may_come_in_any_order(two, text, tmp_path):
     path = tmp_path / "own.csv"
     path.write_text(text)
     config = replace(TINY, pipeline_model_parallel_size=2, pipeline_schedule_file=read_schedule(path))
-    equal_to_undivided(two, {text: Case(config, 1 + max(int(a[2]) for a in text.replace("\n", ",").split(",")))})
+    equal_to_unsharded(two, {text: Case(config, 1 + max(int(a[2]) for a in text.replace("\n", ",").split(",")))})
 
 
 @pytest.mark.multiprocess
@@ -318,4 +318,4 @@ def test_what_torch_writes_runs_here(two, tmp_path):
         virtual_pipeline_model_parallel_size=2,
         pipeline_schedule_file=read_schedule(path),
     )
-    equal_to_undivided(two, {"by a file": Case(config, 4)})
+    equal_to_unsharded(two, {"by a file": Case(config, 4)})

@@ -148,7 +148,7 @@ class Convolutions(torch.nn.Module):
 
 
 SPLIT = {
-    "linear maps": (deep, (4, 6), {}),
+    "linear layers": (deep, (4, 6), {}),
     "one vector": (deep, (6,), {}),
     "many dimensions": (deep, (2, 3, 4, 6), {}),
     "tied, frozen, viewed and cast": (Tied, (4, 6), {}),
@@ -181,7 +181,7 @@ def test_inputs_first_and_weights_later_give_the_same_gradients(name, first_stag
 
 
 class Uncommon(torch.nn.Module):
-    """Linear maps whose weight's gradient is not one real product that nobody else looks at."""
+    """Linear layers whose weight's gradient is not one real product that nobody else looks at."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def halve_gradient(parameter):
     parameter.grad.mul_(0.5)
 
 
-def test_linear_maps_that_cannot_wait_give_the_same_gradients():
+def test_linear_layers_that_cannot_wait_give_the_same_gradients():
     model, x = Uncommon(), torch.randn(2, 3, 6, requires_grad=True)
     out, gradients = whole_gradients(model, x)
     of_input, x.grad = x.grad, None
@@ -217,7 +217,7 @@ def test_linear_maps_that_cannot_wait_give_the_same_gradients():
 
 
 class Foreign(torch.nn.Module):
-    """Products into given memory, and linear maps in transforms of torch.func."""
+    """Products into given memory, and linear layers in transforms of torch.func."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def test_an_input_that_changes_between_inputs_and_weights_is_refused():
     with deferred:
         custom_backward(out, torch.ones_like(out))
     x.add_(1.0)
-    with pytest.raises(PipelineError, match=r"input of a linear map, \[4, 6\], unchanged from I to W, .*yield new"):
+    with pytest.raises(PipelineError, match=r"input of a linear layer, \[4, 6\], unchanged from I to W, .*yield new"):
         deferred.run()
 
 
@@ -271,7 +271,7 @@ STAGES = {
 
 @pytest.mark.parametrize("name", STAGES)
 def test_weights_of_a_stage_wait_for_w(name):
-    """Every linear map's weight, and nothing else."""
+    """Every linear layer's weight, and nothing else."""
     stage, config = stage_of(**STAGES[name])
     tokens = torch.arange(12).view(2, 6)
     _, gradients = whole_gradients(stage, tokens)

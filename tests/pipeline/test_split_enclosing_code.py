@@ -1,4 +1,4 @@
-"""Code around the cuts of split_model that does what no torch function shows: as the undivided model, or refused."""
+"""Code around the cuts of split_model that does what no torch function shows: as one model, or refused."""
 
 import random
 import warnings
@@ -20,7 +20,7 @@ WIDTH = 3
 
 
 class Model(nn.Module):
-    """Three linear maps; subclasses say what happens between them."""
+    """Three linear layers; subclasses say what happens between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class ReadInOneStage(Model):
 
 
 class Auxiliary(nn.Module):
-    """A linear map that leaves a loss in an attribute."""
+    """A linear layer that leaves a loss in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class Losses(Model):
 
 
 class Counting(nn.Linear):
-    """A linear map that counts its calls, and holds its last mean."""
+    """A linear layer that counts its calls, and holds its last mean."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)

@@ -25,7 +25,7 @@ WIDTH = 4
 
 
 class Model(nn.Module):
-    """Three linear maps; subclasses say what happens between them."""
+    """Three linear layers; subclasses say what happens between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def check_equal(model: nn.Module, cuts: Sequence[str], with_example: bool) -> No
 
 
 class Router(nn.Module):
-    """A linear map that leaves a tensor, a count and a statistic in attributes."""
+    """A linear layer that leaves a tensor, a count and a statistic in attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class InnerOfOneStage(InnerAttribute):
 
 
 class Writes(nn.Module):
-    """A linear map that leaves plain values in its arguments."""
+    """A linear layer that leaves plain values in its arguments."""
 
     def __init__(self, counts: bool) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ masks: dict[int, Tensor] = {}
 
 
 class Masked(nn.Linear):
-    """A linear map and two masks that global caches hold."""
+    """A linear layer and two masks that global caches hold."""
 
     def forward(self, x):
         if WIDTH not in masks:

@@ -1,4 +1,4 @@
-"""Models cut by split_model: equal to the undivided model, or refused where Python passes what no tensor shows."""
+"""Models cut by split_model: equal to the single-device model, or refused where Python passes what no tensor shows."""
 
 import copy
 from types import MethodType
@@ -213,14 +213,14 @@ def test_a_stage_may_run_for_the_first_time_in_a_checkpoint(early_stop):
     with Products() as products, set_checkpoint_early_stop(early_stop):
         sent = first(x)
         found = checkpoint(second, *sent, use_reentrant=False)
-    assert products.count == 5, "one of each linear map, and none with fake tensors"
+    assert products.count == 5, "one of each linear layer, and none with fake tensors"
     gradients = gradients_of(model, found)
     for gradient, want in zip(gradients, wanted, strict=True):
         assert gradient is want is None or torch.equal(gradient, want)
 
 
 class Block(nn.Module):
-    """A residual block of a norm and a linear map."""
+    """A residual block of a norm and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The PyTorch pipeline on real gloo ranks: equal to the undivided model, in the order of the tables."""
+"""The PyTorch pipeline on real gloo ranks: equal to the single-device model, in the order of the tables."""
 
 import re
 from collections import Counter
@@ -8,14 +8,14 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.messages import Message, lower
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.partition import layers_by_stage
 from tests.pipeline.draws import any_cut
-from tests.pipeline.jobs import TINY, Case, Outcome, undivided_outcome
-from tests.pipeline.support import JOBS, check, check_gradients, divided, equal_to_undivided, multiprocess
+from tests.pipeline.jobs import TINY, Case, Outcome, unsharded_outcome
+from tests.pipeline.support import JOBS, check, check_gradients, divided, equal_to_unsharded, multiprocess
 from tests.pipeline.toy_jobs import Passing, Toy, toy_outcome
 
 ON_TWO = {
@@ -83,7 +83,7 @@ ON_TWO = {
 
 @multiprocess
 def test_two_ranks_compute_what_one_process_does(two):
-    equal_to_undivided(two, ON_TWO)
+    equal_to_unsharded(two, ON_TWO)
 
 
 ON_FOUR = {
@@ -133,14 +133,14 @@ ON_FOUR = {
 
 @multiprocess
 def test_four_ranks_compute_what_one_process_does(four):
-    equal_to_undivided(four, ON_FOUR)
+    equal_to_unsharded(four, ON_FOUR)
 
 
 def test_one_process_goes_through_the_same_executor():
     from tests.pipeline.jobs import run_case
 
     case = Case(TINY, 3)
-    check(case, [run_case(case)], undivided_outcome(case))
+    check(case, [run_case(case)], unsharded_outcome(case))
 
 
 # Data parallel.
@@ -171,7 +171,7 @@ def test_microbatches_of_different_token_counts(two, four, per_token):
     for pool, replicas in ((two, 1), (four, 2)):
         case = Case(config, 4, size=2, lengths=lengths[: 4 * replicas], tokens_reported=True)
         weights = [length / sum(case.lengths) for length in case.lengths] if per_token else None
-        check(case, pool.run(f"{JOBS}:run_case", case), undivided_outcome(case, replicas, weights))
+        check(case, pool.run(f"{JOBS}:run_case", case), unsharded_outcome(case, replicas, weights))
 
 
 TOYS = {
@@ -258,7 +258,7 @@ def test_a_communicator_serves_many_steps(two):
     case, count = Case(divided(2, "1f1b", num_layers=2, enable_hyper_connections=False), 2), 40
     per_rank = two.run(f"{JOBS}:repeated_steps", case, count)
     for step in (0, 31, 32, count - 1):
-        check(case, [outcomes[step] for outcomes in per_rank], undivided_outcome(case._replace(step=step)))
+        check(case, [outcomes[step] for outcomes in per_rank], unsharded_outcome(case._replace(step=step)))
 
 
 @multiprocess
@@ -277,7 +277,7 @@ def test_the_trainer_takes_stages_without_layers(four):
     losses = four.run(f"{JOBS}:train_briefly", config, 2)
     from tests.pipeline.jobs import train_briefly
 
-    expected = train_briefly(undivided(config), 2)
+    expected = train_briefly(unsharded(config), 2)
     for rank in losses:
         assert rank == pytest.approx(expected, rel=1e-10)
 
@@ -341,7 +341,7 @@ def test_any_schedule_over_any_split_computes_what_one_process_does(two, three, 
         p, v = case.config.pipeline_model_parallel_size, case.config.virtual_pipeline_model_parallel_size or 1
         drawn.update(name for name, holds in HARD.items() if holds(case, p, v))
         ranks = {2: two, 3: three, 4: four}[p].run(f"{JOBS}:run_case", case)
-        check(case, ranks, undivided_outcome(case))
+        check(case, ranks, unsharded_outcome(case))
 
     compute()
     assert drawn.keys() == HARD.keys(), f"never run: {HARD.keys() - drawn.keys()}"

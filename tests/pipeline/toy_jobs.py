@@ -13,7 +13,7 @@ from tests.pipeline.jobs import gradients_of, groups_of
 
 
 class Toy(torch.nn.Module):
-    """A stage of one linear map, with as many tensors in as out.
+    """A stage of one linear layer, with as many tensors in as out.
 
     Args:
         stage: its number; decides the initial values.

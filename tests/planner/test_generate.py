@@ -22,7 +22,7 @@ from diptych.plans.schedule.validate import validate_schedule
 from reference_torch.rank_pool import RankPool
 from tests.pipeline.jobs import TINY, Case
 from tests.pipeline.schedules import ANY
-from tests.pipeline.support import equal_to_undivided
+from tests.pipeline.support import equal_to_unsharded
 
 SAME = 1 + 1e-9
 """Times of sums in another order."""
@@ -367,4 +367,4 @@ def test_two_ranks_compute_what_one_process_does(tmp_path):
             "two stages a rank, a limit": Case(written(tmp_path / "2.csv", 2, 4, 2, uneven, memory_limit=4.0), 4),
             "V-shaped": Case(written(tmp_path / "v.csv", 2, 5, 2, uneven, placement="v"), 5),
         }
-        equal_to_undivided(pool, cases)
+        equal_to_unsharded(pool, cases)

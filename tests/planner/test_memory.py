@@ -8,7 +8,7 @@ import torch
 
 from diptych.planner.memory import predict_memory
 from diptych.plans.config import TransformerConfig
-from diptych.plans.optimizer_shares import has_master_weights, stored_dtype
+from diptych.plans.optimizer_shards import has_master_weights, stored_dtype
 from reference_torch.distributed_optimizer import DistributedAdamW
 from reference_torch.recompute import measure_memory, residual_report
 from reference_torch.stage import model_provider, offload_layers
@@ -43,7 +43,7 @@ def store_narrow(model: torch.nn.Module, config: TransformerConfig) -> None:
     named = dict(model.named_parameters())
     dtypes = {name: stored_dtype(config, name, p.shape) for name, p in named.items()}
     rounded = [p for name, p in named.items() if dtypes[name] != config.params_dtype]
-    DistributedAdamW(named.values(), None, 1.0).store_in(torch.bfloat16, rounded)
+    DistributedAdamW(named.values(), None, 1.0).keep_master_weights(torch.bfloat16, rounded)
     assert rounded
     assert all(p.dtype is torch.bfloat16 for p in rounded)
 

@@ -16,7 +16,7 @@ from diptych.planner.request import parse_bytes
 from diptych.planner.search import RECOMPUTE, Configuration, Outcome, _configurations, _Predictions, search
 from diptych.planner.step_time import Machine, StageTimes, costs_of, step_time, wavefront_delay
 from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.delta_rule import chunk_flops
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.schedule.named import schedule_for
@@ -213,7 +213,7 @@ def test_what_cannot_be_searched_is_refused():
 
 
 def products(config: TransformerConfig, tokens: int) -> tuple[float, float]:
-    """Of linear maps, with those of the head; of attention's scores and weights."""
+    """Of linear layers, with those of the head; of attention's scores and weights."""
     matrices = {
         name: shape
         for name, (shape, *_) in parameter_specs(config).items()
@@ -224,7 +224,7 @@ def products(config: TransformerConfig, tokens: int) -> tuple[float, float]:
 
 
 def test_without_bandwidth_to_wait_for_only_products_count():
-    """F = products, I as many of linear maps and twice attention's, W those of linear maps."""
+    """F = products, I as many of linear layers and twice attention's, W those of linear layers."""
     machine = Machine(1e9, 1e30, 1e30, 0.0)
     (time,) = StageTimes(machine).of(MODEL, 2)
     linear, attention = products(MODEL, 2 * MODEL.seq_length)
@@ -243,7 +243,7 @@ def test_without_bandwidth_to_wait_for_only_products_count():
 @pytest.mark.parametrize("settings_", [{}, {"pipeline_schedule": "zb-v", "virtual_pipeline_model_parallel_size": 2}])
 def test_stages_share_the_models_time(settings_):
     divided = replace(MODEL, pipeline_model_parallel_size=2, **settings_)
-    whole, parts = (StageTimes(SLOW).of(config, 2) for config in (undivided(divided), divided))
+    whole, parts = (StageTimes(SLOW).of(config, 2) for config in (unsharded(divided), divided))
     for field in ("forward", "input_gradient", "weight_gradient"):
         assert sum(getattr(part, field) for part in parts) == pytest.approx(getattr(whole[0], field))
 
@@ -260,7 +260,7 @@ def test_a_slower_wire_costs_messages_exchanges_and_sums():
 
 
 @pytest.mark.parametrize("rule", ["gdn", "kda"])
-def test_only_linear_maps_leave_a_product_to_w(rule):
+def test_only_linear_layers_leave_a_product_to_w(rule):
     """As the executor splits a backward: what has parameters of another kind comes with I."""
     config = replace(MODEL, layer_pattern=rule, enable_hyper_connections=True)
     (time,) = StageTimes(Machine(1e9, 1e30, 1e30, 0.0)).of(config, 2)
@@ -273,7 +273,7 @@ def test_only_linear_maps_leave_a_product_to_w(rule):
 def test_the_rule_is_computed_again_in_its_backward():
     for rule in ("gdn", "kda"):
         (stage,) = StageTimes(Machine(1e9, 1e30, 1e30, 0.0)).of(replace(MODEL, layer_pattern=rule), 2)
-        rules = stage.forward - stage.weight_gradient  # all else that has products is linear maps
+        rules = stage.forward - stage.weight_gradient  # all else that has products is linear layers
         assert stage.input_gradient == pytest.approx(stage.weight_gradient + 3 * rules)
 
 

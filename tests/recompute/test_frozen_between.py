@@ -9,7 +9,7 @@ from tests.recompute.support import normal
 
 
 def blocks() -> nn.Sequential:
-    """Two blocks of a norm and a linear map; each call returns equal weights."""
+    """Two blocks of a norm and a linear layer; each call returns equal weights."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(2))).double()
 

@@ -11,7 +11,7 @@ import pytest
 from diptych.plans.amax_history import is_history
 from diptych.plans.checkpoint import MODEL, read_checkpoint, split_arrays
 from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.schedule.placement import V_SCHEDULES
 from parity.compare import relative_difference
 from reference_torch.rank_pool import RankPool
@@ -104,7 +104,7 @@ def assert_same_arrays(found: Path, expected: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
-def test_histories_and_shares_of_the_optimizer_go_on_on_other_meshes_and_in_the_other_backend(tmp_path):
+def test_histories_and_shards_of_the_optimizer_go_on_on_other_meshes_and_in_the_other_backend(tmp_path):
     """dp 2, tp 2, pp 2 in PyTorch; dp 2, cp 2; dp 2, tp 2, cp 2 in JAX; tp 2 in PyTorch; one process."""
     job = "tests.saving.test_meshes:run_steps"
     places = {name: tmp_path / name for name in ("eight", "copy", "four", "of jax", "jax", "copy of jax", "one")}
@@ -123,11 +123,11 @@ def test_histories_and_shares_of_the_optimizer_go_on_on_other_meshes_and_in_the_
         two = replace(SCALED, tensor_model_parallel_size=2)
         pool.run(job, two, 5, 5, places["jax"], places["copy of jax"], SCALED_TRAIN)
     assert_same_arrays(places["copy of jax"], places["jax"])
-    alone = new_trainer("torch", undivided(SCALED), SCALED_TRAIN)
+    alone = new_trainer("torch", unsharded(SCALED), SCALED_TRAIN)
     assert alone.resume(places["jax"]) == 5
     alone.save(places["one"])
     assert_same_arrays(places["one"], places["jax"])
-    whole = new_trainer("torch", undivided(SCALED), SCALED_TRAIN)
+    whole = new_trainer("torch", unsharded(SCALED), SCALED_TRAIN)
     begun = weights_of(whole)
     steps(whole, 0, 5)
     moved = np.linalg.norm(weights_of(whole) - begun)

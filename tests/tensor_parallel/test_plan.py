@@ -1,4 +1,4 @@
-"""The parts of parameters that tensor-parallel ranks hold fit the models of ranks, and give back the whole."""
+"""The parts of parameters that tensor-parallel ranks hold fit the models of ranks, and give back the unsharded ones."""
 
 from dataclasses import replace
 
@@ -51,10 +51,10 @@ LAYER = "decoder.layers.0."
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_model_of_a_rank_has_parameters_of_the_shapes_of_its_parts(size):
     config = replace(CONFIG, tensor_model_parallel_size=size)
-    whole = parameter_specs(CONFIG)
+    unsharded = parameter_specs(CONFIG)
     part = parameter_specs(rank_config(config))
-    assert whole.keys() == part.keys()
-    for name, spec in whole.items():
+    assert unsharded.keys() == part.keys()
+    for name, spec in unsharded.items():
         assert rank_part(np.zeros(spec.shape), spec.split, size, 0).shape == part[name].shape, name
 
 
@@ -74,17 +74,17 @@ SPLITS = st.builds(
 
 
 @given(SPLITS, st.sampled_from([1, 2, 4]), st.integers(0, 99))
-def test_parts_give_back_the_whole_and_count_every_entry_once(split, size, seed):
+def test_parts_give_back_the_unsharded_array_and_count_every_entry_once(split, size, seed):
     split = split._replace(sections=tuple(split.sections))
     length = sum(units * width for units, width in split.sections)
     shape = [2, 3, 2]
     shape[split.axis] = length
-    whole = np.random.default_rng(seed).standard_normal(shape)
-    parts = [rank_part(whole, split, size, rank) for rank in range(size)]
-    np.testing.assert_array_equal(join_parts(parts, split), whole)
+    unsharded = np.random.default_rng(seed).standard_normal(shape)
+    parts = [rank_part(unsharded, split, size, rank) for rank in range(size)]
+    np.testing.assert_array_equal(join_parts(parts, split), unsharded)
     counts = [share_counted(split, size, rank) for rank in range(size)]
     counted = sum(np.moveaxis(part, split.axis, -1) @ count for part, count in zip(parts, counts, strict=True))
-    np.testing.assert_allclose(counted, whole.sum(split.axis), atol=1e-12)
+    np.testing.assert_allclose(counted, unsharded.sum(split.axis), atol=1e-12)
 
 
 @given(SPLITS, st.sampled_from([2, 4, 8]))
@@ -105,7 +105,7 @@ def test_repeated_entries_are_those_that_several_ranks_hold(split, size):
 
 
 @pytest.mark.parametrize(
-    ("name", "whole_tokens", "own_tokens"),
+    ("name", "all_tokens", "own_tokens"),
     [
         (f"{LAYER}input_layernorm.weight", False, True),
         (f"{LAYER}mlp_hyper_connection.phi", False, True),
@@ -118,6 +118,6 @@ def test_repeated_entries_are_those_that_several_ranks_hold(split, size):
         (f"{LAYER}mlp.shared_experts.linear_fc2.bias", True, True),
     ],
 )
-def test_gradients_are_partial_inside_of_regions_and_where_ranks_have_different_tokens(name, whole_tokens, own_tokens):
-    assert gradient_is_partial(name, sequence_parallel=False) == whole_tokens
+def test_gradients_are_partial_inside_of_regions_and_where_ranks_have_different_tokens(name, all_tokens, own_tokens):
+    assert gradient_is_partial(name, sequence_parallel=False) == all_tokens
     assert gradient_is_partial(name, sequence_parallel=True) == own_tokens

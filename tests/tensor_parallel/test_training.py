@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from diptych.plans.config import TrainConfig, TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.parameters import initial_value, parameter_specs
 from diptych.plans.training import check_trainable
 from parity.ranks import RankTrainer
@@ -132,7 +132,7 @@ def assert_same(found: tuple, expected: tuple) -> None:
 def test_s1_torch_trains_as_one_process(cut):
     corpus = corpus_of_documents() if "tokens" in cut else tiny_corpus()
     config = replace(CONFIG, **CUTS[cut])
-    alone = undivided(replace(config, **PLAIN))
+    alone = unsharded(replace(config, **PLAIN))
     with RankTrainer(config, TRAIN, corpus) as trainer:
         assert_same(trajectory(trainer, corpus), trajectory(Trainer(alone, TRAIN, corpus, device="cpu"), corpus))
 
@@ -157,7 +157,7 @@ def test_s1_every_recompute_mode_has_the_gradients_of_one_process(mesh):
     configs = [replace(CONFIG, **shape, **mode) for mode in MODES.values()]
     with RankPool(configs[0].model_parallel_size, 800.0) as pool:
         found = pool.run("tests.tensor_parallel.jobs:losses_and_gradients", configs, TRAIN, 5)[0]
-    alone = undivided(replace(CONFIG, **deep))
+    alone = unsharded(replace(CONFIG, **deep))
     batch = tiny_corpus().batch(5, TRAIN.global_batch_size, CONFIG.seq_length)
     loss, gradients = Trainer(alone, TRAIN, tiny_corpus(), device="cpu").loss_and_gradients(batch, 5)
     for mode, (ours, of_ranks) in zip(MODES, found, strict=True):
@@ -200,7 +200,7 @@ def test_s1_replicas_of_ranks_train_as_one_process(changes):
     with RankPool(2 * config.model_parallel_size) as pool:
         pool.hold("parity.ranks:make_trainer", config, TRAIN, corpus)
         parts = pool.call("loss_and_gradients", batch, 5)
-    expected = Trainer(undivided(config), TRAIN, corpus, device="cpu").loss_and_gradients(batch, 5)
+    expected = Trainer(unsharded(config), TRAIN, corpus, device="cpu").loss_and_gradients(batch, 5)
     for loss, gradients in parts:
         assert loss == pytest.approx(expected[0], rel=1e-12)
         assert worst((gradients,), (expected[1],))[0] <= 1e-11
@@ -215,7 +215,7 @@ def test_s1_jax_trains_as_pytorch_in_one_process(cut, tmp_path):
     done = subprocess.run(child, capture_output=True, text=True, timeout=580, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     corpus = corpus_of_documents() if "tokens" in cut else tiny_corpus()
-    alone = undivided(replace(CONFIG, **{**CUTS.get(cut, {}), **PLAIN}))
+    alone = unsharded(replace(CONFIG, **{**CUTS.get(cut, {}), **PLAIN}))
     with rounds(count):
         expected = trajectory(Trainer(alone, TRAIN, corpus, device="cpu"), corpus, BATCHES.get(cut, 5))
     assert_same(pickle.loads((tmp_path / cut).read_bytes()), expected)
@@ -227,7 +227,7 @@ def test_s1_a_checkpoint_is_of_any_number_of_ranks(tmp_path):
     corpus = tiny_corpus()
     four = replace(CONFIG, **FOUR)
     two = replace(CONFIG, **TOKENS)
-    alone = Trainer(undivided(CONFIG), TRAIN, corpus, device="cpu")
+    alone = Trainer(unsharded(CONFIG), TRAIN, corpus, device="cpu")
     with RankTrainer(four, TRAIN, corpus) as trainer:
         trainer.train_step(0)
         trainer.save(tmp_path / "four")
@@ -237,7 +237,7 @@ def test_s1_a_checkpoint_is_of_any_number_of_ranks(tmp_path):
         trainer.save(tmp_path / "two")
     assert alone.resume(tmp_path / "two") == 2
     found = alone.parameters()
-    again = Trainer(undivided(CONFIG), TRAIN, corpus, device="cpu")
+    again = Trainer(unsharded(CONFIG), TRAIN, corpus, device="cpu")
     for step in range(2):
         again.train_step(step)
     assert worst((found,), (again.parameters(),))[0] <= 1e-9
@@ -278,7 +278,7 @@ def test_the_copies_of_a_tied_embedding_begin_equal():
     config = replace(CONFIG, **CUTS["V-shaped stages"])
     with RankPool(config.model_parallel_size) as pool:
         found = pool.run("tests.tensor_parallel.jobs:embeddings", config, TRAIN)
-    whole = initial_value(config.seed, "embedding.weight", parameter_specs(undivided(config))["embedding.weight"])
+    whole = initial_value(config.seed, "embedding.weight", parameter_specs(unsharded(config))["embedding.weight"])
     for rank, copies in enumerate(found):
         part = np.split(whole, 2)[rank % 2]
         assert [np.array_equal(each, part) for each in copies] == [True] * (2 if rank < 2 else 0)

@@ -1,21 +1,21 @@
-"""Memory that PyTorch's FP8 linear maps need while they run; reference_torch/fp8.py runs them."""
+"""Memory that PyTorch's FP8 linear layers need while they run; reference_torch/fp8.py runs them."""
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.fp8 import BLOCK, ProductRecipe, Quantization, blocks_of, linear_recipe
-from diptych.plans.optimizer_shares import stored_dtype
+from diptych.plans.optimizer_shards import stored_dtype
 
 WIDE = 4
 """Bytes of a float32."""
 DELAYED_BYTES = WIDE * (3 + 2)
-"""Bytes that a map with delayed scales saves for backward: three scales, and the exponents of input and weight."""
+"""Bytes that a layer with delayed scales saves for backward: three scales, and the exponents of input and weight."""
 
 
 def has_rounded_weight(config: TransformerConfig, name: str) -> bool:
-    """Return True if the weight of a linear map is stored in the type of activations.
+    """Return True if the weight of a linear layer is stored in the type of activations.
 
     Args:
         config: configuration of the model.
-        name: canonical name of the map.
+        name: canonical name of the layer.
     """
     return stored_dtype(config, f"{name}.weight", (1, 1)) == config.compute_dtype
 
@@ -29,13 +29,13 @@ def linear_scratch(
 
     Args:
         config: configuration of the model.
-        name: canonical name of the map.
+        name: canonical name of the layer.
         tokens: rows of the input. N
         input_bytes: bytes of the input [N, I].
         output_bytes: bytes of the output [N, O].
 
     Returns:
-        None if the map has no FP8 product.
+        None if the layer has no FP8 matrix product.
     """
     recipe = linear_recipe(config, name)
     if recipe is None:
@@ -53,13 +53,13 @@ def linear_scratch(
 def grouped_scratch(
     config: TransformerConfig, name: str, rows: int, input_bytes: int, output_bytes: int
 ) -> tuple[int, int] | None:
-    """Return the bytes that forward and backward of a map of experts allocate, as linear_scratch.
+    """Return the bytes that forward and backward of a layer of experts allocate, as linear_scratch.
 
     The rows are assumed to be as many for each expert.
 
     Args:
         config: configuration of the model.
-        name: canonical name of the map.
+        name: canonical name of the layer.
         rows: rows of all experts. M
         input_bytes: bytes of the input [M, I].
         output_bytes: bytes of the output [M, O].
@@ -97,10 +97,10 @@ def pack_scratch(rows: int, width: int, item: int) -> tuple[int, int]:
 def _scratch(
     recipe: ProductRecipe, tokens: int, inputs: int, outputs: int, item: int, copy: int = 0
 ) -> tuple[int, int, int]:
-    """Return the bytes that the three products of a map allocate, with their results.
+    """Return the bytes that the three matrix products of a layer allocate, with their results.
 
     Args:
-        recipe: how the map quantises.
+        recipe: how the layer quantises.
         tokens: rows of the input.
         inputs: columns of the input.
         outputs: columns of the output.
@@ -113,7 +113,7 @@ def _scratch(
     of_x = _operand((tokens, inputs), recipe.inputs, item)
     of_y = _operand((tokens, outputs), recipe.gradients, item)
     of_weight = _operand((outputs, inputs), recipe.weights, item)
-    narrow = (WIDE + item) * (item < WIDE)  # a product and its copy in the type of input and output
+    narrow = (WIDE + item) * (item < WIDE)  # a matrix product and its copy in the type of input and output
     forward = max(copy + max(of_x, WIDE * x + of_weight, WIDE * (x + weight + y)), narrow * y)
     for_x = max(copy + max(of_y, WIDE * y + of_weight, WIDE * (y + weight + x)), narrow * x)
     of_y, of_x = (
@@ -127,7 +127,7 @@ def _scratch(
 def _operand(shape: tuple[int, int], quantization: Quantization, item: int) -> int:
     """Return the bytes beside a matrix while it is quantised and read back in float32."""
     size = shape[0] * shape[1]
-    cast = WIDE * size if item < WIDE else 0  # by PyTorch on a CPU, for the product with the scales
+    cast = WIDE * size if item < WIDE else 0  # by PyTorch on a CPU, before it is multiplied by the scales
     spread = 0
     if quantization.block is not None:
         blocks = blocks_of(shape, quantization)

@@ -214,7 +214,7 @@ class GraphBuilder(OperationBuilder):
         return x
 
     def _attention(self, nodes: list[Node], normed: Value, name: str) -> Value:
-        """Append softmax attention with its linear maps, and return its output."""
+        """Append softmax attention with its linear layers, and return its output."""
         config = self.config
         heads = config.num_attention_heads
         groups = config.query_groups

@@ -56,7 +56,7 @@ class Node:
     is_packing: bool = False
     """True for the operation that packs a value in 8 bits."""
     is_linear: bool = False
-    """True for a linear map, whose weight gradient a split backward leaves to W; others compute it in I."""
+    """True for a linear layer, whose weight gradient a split backward leaves to W; others compute it in I."""
     kernels: KernelWork | None = None
     """Launches in place of the operation with ``impl="triton"``; None: there are no kernels for it."""
 

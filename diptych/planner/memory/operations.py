@@ -1,4 +1,4 @@
-"""Operations of which a model's graph consists: linear maps, norms, casts and dropout."""
+"""Operations of which a model's graph consists: linear layers, norms, casts and dropout."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -66,7 +66,7 @@ class OperationBuilder:
         self.first_input: list[Value] = []
         """The embedded tokens, which a variable of the model's forward keeps alive while its layers run."""
         self._packed: dict[tuple[int, str], tuple[Value, Value]] = {}
-        """Inputs of linear maps and what they are saved as, by identity and name."""
+        """Inputs of linear layers and what they are saved as, by identity and name."""
 
     def activation(self, name: str, width: int) -> Value:
         """Return a value of ``width`` elements per token in the dtype of activations."""
@@ -155,10 +155,10 @@ class OperationBuilder:
         return [*nodes, Node([x], [y, *rounded], saves, region, parameters, forward, backward, **more)]
 
     def _saved_input(self, nodes: list[Node], x: Value, name: str) -> tuple[Value, int, int]:
-        """Append the packing of a map's input, if it is packed and no map of the same input has done so.
+        """Append the packing of a layer's input, if it is packed and no layer of the same input has done so.
 
         Returns:
-            What the map saves in place of its input, and the bytes that backward allocates while it reads this, and
+            What the layer saves in place of its input, and the bytes that backward allocates while it reads this, and
             while it packs and reads the input itself.
         """
         stored = saved_input(self.config, name)
@@ -195,7 +195,7 @@ class OperationBuilder:
         ]
 
     def _saved_beside_input(self, name: str, in_fp8: bool) -> list[Value]:
-        """Return what a linear map saves for backward beside its input."""
+        """Return what a linear layer saves for backward beside its input."""
         if f"{name}.{NAME}" in self.weights:
             return [Value("scales and exponents", DELAYED_BYTES)]
         return [] if in_fp8 else self.rounded_weights(name)
@@ -216,13 +216,13 @@ class OperationBuilder:
         return 2 * self.tokens * weight_bytes // ITEM_SIZES[self.config.params_dtype]
 
     def _mapped(self, nodes: list[Node], x: Value, called: str, width: int, name: str) -> Value:
-        """Append a linear map of x with its bias, and return its output."""
+        """Append a linear layer of x with its bias, and return its output."""
         y = self.activation(called, width)
         nodes += self._linear(x, y, name, ())
         return self._biased(nodes, y, name, ())
 
     def _grouped_linear(self, nodes: list[Node], x: Value, y: Value, name: str) -> None:
-        """Append the maps of all experts, each on its rows."""
+        """Append the linear layers of all experts, each on its rows."""
         weight = self.weights[f"{name}.weight"]
         experts = self.config.num_moe_experts or 1
         flops = self._product(weight // experts) * self.config.moe_router_topk

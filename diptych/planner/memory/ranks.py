@@ -16,10 +16,10 @@ from typing import NamedTuple
 from diptych.planner.memory.stages import StageMemory
 from diptych.plans.amax_history import is_history
 from diptych.plans.config import ITEM_SIZES, TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.offload import layer_storages, pass_uses, rank_layers, stage_layers
-from diptych.plans.optimizer_shares import share_size, stored_dtype
+from diptych.plans.optimizer_shards import shard_size, stored_dtype
 from diptych.plans.recompute import recompute_blocks
 from diptych.plans.schedule.actions import Action, Schedule
 from diptych.plans.schedule.partition import get_stage, get_stage_place, num_stages
@@ -34,9 +34,9 @@ class RankMemory:
     """On the device; with tensor offload: those outside layers, and the largest set of layers resident at once."""
     gradients: int
     moments: int
-    """AdamW's two moments, or this rank's share of them; moments and gradients are not offloaded."""
+    """AdamW's two moments, or this rank's shard of them; moments and gradients are not offloaded."""
     master_weights: int
-    """This rank's share of the float32 weights of which the parameters are rounded copies."""
+    """This rank's shard of the float32 weights of which the parameters are rounded copies."""
     activations: int
     """Activations saved for backward, at the peak of ``activations + waiting``."""
     waiting: int
@@ -62,7 +62,7 @@ def rank_memories(
         data_parallel_size: replicas, which may divide the moments.
     """
     updated = _updated_bytes(config, data_parallel_size)
-    layers = _layer_sizes(undivided(rank_config(config))) if config.enable_tensor_offload else {}
+    layers = _layer_sizes(unsharded(rank_config(config))) if config.enable_tensor_offload else {}
     gradients = _by_rank(config, partial(gradient_bytes, config))
     parameters = _by_rank(config, partial(parameter_bytes, config))
     found = []
@@ -84,7 +84,7 @@ def rank_memories(
 
 @lru_cache(maxsize=32)
 def _layer_sizes(config: TransformerConfig) -> dict[int, int]:
-    """Return the bytes of every layer's parameters; the argument is the undivided model, to share the cache."""
+    """Return the bytes of every layer's parameters; the argument is the single-device model, to share the cache."""
     return {number: sum(each.values()) for number, each in layer_storages(config).items()}
 
 
@@ -121,40 +121,40 @@ def parameter_bytes(config: TransformerConfig, stage: int) -> int:
 
 def gradient_bytes(config: TransformerConfig, stage: int) -> int:
     """Return the exact bytes of the gradients of a stage's parameters."""
-    return share_bytes(config, stage, 1)
+    return shard_bytes(config, stage, 1)
 
 
-def share_bytes(config: TransformerConfig, stage: int, ranks: int) -> int:
-    """Return the bytes of the shares of a stage's gradients that the first of some ranks has, which has most.
+def shard_bytes(config: TransformerConfig, stage: int, ranks: int) -> int:
+    """Return the bytes of the shards of a stage's gradients that the first of some ranks has, which has most.
 
     Args:
         config: the model.
         stage: number of the stage.
-        ranks: ranks that divide the gradients; see diptych.plans.optimizer_shares.
+        ranks: ranks that divide the gradients; see diptych.plans.optimizer_shards.
     """
     return _bytes(config, _parameters(config, stage), ranks)
 
 
-def padded_share_bytes(config: TransformerConfig, stage: int, ranks: int, as_stored: bool = False) -> int:
-    """Return the bytes of every rank's shares of a stage in a buffer of all shares.
+def padded_shard_bytes(config: TransformerConfig, stage: int, ranks: int, as_stored: bool = False) -> int:
+    """Return the bytes of every rank's shards of a stage in a buffer of all shards.
 
     Args:
         config: the model.
         stage: number of the stage.
-        ranks: as in share_bytes.
+        ranks: as in shard_bytes.
         as_stored: True for parameters, in the types in which they are stored; False for gradients.
     """
     found = 0
     for name, shape in _parameters(config, stage).items():
         dtype = stored_dtype(config, name, shape) if as_stored else config.params_dtype
-        found += share_size(math.prod(shape), ranks) * ITEM_SIZES[dtype]
+        found += shard_size(math.prod(shape), ranks) * ITEM_SIZES[dtype]
     return found
 
 
 def _bytes(config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> int:
-    """Return the bytes in params_dtype of the first rank's shares of arrays."""
+    """Return the bytes in params_dtype of the first rank's shards of arrays."""
     sizes = [math.prod(shape) for shape in shapes.values()]
-    return sum(min(n, share_size(n, ranks)) for n in sizes) * ITEM_SIZES[config.params_dtype]
+    return sum(min(n, shard_size(n, ranks)) for n in sizes) * ITEM_SIZES[config.params_dtype]
 
 
 def _parameters(config: TransformerConfig, stage: int) -> dict[str, tuple[int, ...]]:
@@ -212,7 +212,7 @@ def offload_use(order: Sequence[int], sizes: Mapping[int, int], num_prefetch_lay
 
 def moved_bytes(config: TransformerConfig, schedule: Schedule) -> list[int]:
     """Return the bytes that offload of parameters copies per step on every pipeline rank, in both directions."""
-    layers = _layer_sizes(undivided(rank_config(config)))
+    layers = _layer_sizes(unsharded(rank_config(config)))
     ahead = config.tensor_offload_num_prefetch_layers
     return [
         offload_use(_layer_order(config, rank, actions), layers, ahead).moved

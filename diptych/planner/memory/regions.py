@@ -6,7 +6,7 @@ See reference_torch/tensor_parallel.py, whose allocations these are.
 from diptych.planner.memory.nodes import Node, Value
 
 OUTPUT_MAPS = ("self_attention.linear_proj", "mlp.linear_fc2")
-"""Linear maps whose outputs are summed over ranks, before their bias is added."""
+"""Linear layers whose outputs are summed over ranks, before their bias is added."""
 
 
 class TensorParallelRegions:

@@ -19,7 +19,7 @@ from diptych.plans.recompute import RecomputeBlock
 
 Gradients = Literal["allocated", "added", "deferred", "deferred and added"]
 """Treatment of parameter gradients by backward: it allocates them; adds them to those of earlier microbatches; or W of
-a split backward computes those of linear maps, and allocates or adds them."""
+a split backward computes those of linear layers, and allocates or adds them."""
 GENERATOR_STATE = 5056
 """Bytes of the state of PyTorch's CPU generator, which torch.utils.checkpoint saves in each of its calls."""
 BEFORE = -1
@@ -328,7 +328,7 @@ class Simulation:
             if self._adds:
                 self._free(parameters)
             if not is_rounded:
-                self._release(node.saves[is_deferred:])  # W reads the first, the input of a map
+                self._release(node.saves[is_deferred:])  # W reads the first, the input of a linear layer
             if is_deferred:
                 self._deferred.append((node, sum(sizes)))
             else:
@@ -337,7 +337,7 @@ class Simulation:
                 self._release(region.inputs)
 
     def _weight_gradients(self) -> None:
-        """Simulate W, which reads the inputs of linear maps and the gradients of their outputs."""
+        """Simulate W, which reads the inputs of linear layers and the gradients of their outputs."""
         for node, size in self._deferred:
             self._allocate(node.parameters)
             self._free(size + (node.parameters if self._adds else 0))
@@ -430,7 +430,7 @@ class Simulation:
 
 
 def _treatment(gradients: Gradients) -> tuple[bool, bool]:
-    """Return whether backward adds gradients to earlier ones, and whether W computes those of linear maps."""
+    """Return whether backward adds gradients to earlier ones, and whether W computes those of linear layers."""
     return gradients in ("added", "deferred and added"), gradients in ("deferred", "deferred and added")
 
 

@@ -14,7 +14,7 @@ from diptych.planner.memory.simulate import Gradients, Simulation
 from diptych.plans.config import TransformerConfig
 from diptych.plans.context.exchange import PIPELINED
 from diptych.plans.context.zigzag import computed_halves, half_begin, half_lengths, score_pairs
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.delta_rule import SEGMENT_SIZE, chunk_flops
 from diptych.plans.recompute import recompute_blocks
 from diptych.plans.schedule.partition import get_stage_place, get_transformer_layer_offset, layers_by_stage, num_stages
@@ -27,7 +27,7 @@ class StageMemory(NamedTuple):
     saved: int
     """Saved from the end of F to the end of B or I."""
     weight_gradients: int
-    """Saved from the end of I to the end of W: inputs of linear maps, and gradients of their outputs."""
+    """Saved from the end of I to the end of W: inputs of linear layers, and gradients of their outputs."""
 
 
 def predict_stage_memory(config: TransformerConfig, stage: int, batch: int, length: int | None = None) -> StageMemory:
@@ -135,8 +135,10 @@ class _StageBuilder(GraphBuilder):
             length = batch * length // self.cp_size
             batch = 1
         size = config.tensor_model_parallel_size
-        whole = replace(undivided(config), tensor_model_parallel_size=size, sequence_parallel=config.sequence_parallel)
-        super().__init__(whole, batch, length)
+        one_stage = replace(
+            unsharded(config), tensor_model_parallel_size=size, sequence_parallel=config.sequence_parallel
+        )
+        super().__init__(one_stage, batch, length)
 
     def _core_attention(self, nodes: list[Node], inputs: list[Value], attended: Value, mixer: str) -> None:
         """Append softmax attention over the keys and values of all context ranks."""

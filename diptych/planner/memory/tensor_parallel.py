@@ -10,7 +10,7 @@ def activation_recompute_saving(config: TransformerConfig, batch: int, tp_size: 
     divided by tp_size. With swiglu, the SiLU of the gate is added, which the product with the other half saves.
 
     Args:
-        config: the model, undivided.
+        config: the single-device model.
         batch: sequences of a microbatch.
         tp_size: tensor-parallel ranks, which share each matrix.
 

@@ -63,7 +63,7 @@ function story(simulation, id, data) {
   if (simulation.kind[id] === "F") sentences.push(`It saves ${size(stage.saved)} for backward.`);
   if (simulation.kind[id] === "B") sentences.push(`It frees the ${size(stage.saved)} that forward saved.`);
   if (simulation.kind[id] === "I") {
-    sentences.push(`It frees the ${size(stage.saved)} that forward saved; ${size(stage.waiting)}, the inputs of linear maps and the gradients of their outputs, wait for W.`);
+    sentences.push(`It frees the ${size(stage.saved)} that forward saved; ${size(stage.waiting)}, the inputs of linear layers and the gradients of their outputs, wait for W.`);
   }
   if (simulation.kind[id] === "W") {
     const since = simulation.start[id] - simulation.end[simulation.backward(id)];

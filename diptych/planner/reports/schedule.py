@@ -16,7 +16,7 @@ from diptych.planner.reports.mesh import add_rows, printed_rows
 from diptych.planner.step_time import Machine, StageTimes
 from diptych.planner.timeline import draw_timelines, timeline_of
 from diptych.plans.config import TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.csv import schedule_rows
 from diptych.plans.schedule.lockstep import lockstep_makespan
@@ -107,7 +107,7 @@ def with_schedule(config: TransformerConfig, name: str) -> TransformerConfig:
         ValueError: the model and ranks do not allow the schedule.
     """
     if name == "none":
-        return undivided(config)
+        return unsharded(config)
     virtual = config.virtual_pipeline_model_parallel_size if name in INTERLEAVED_SCHEDULES else None
     if name in V_SCHEDULES or (name in INTERLEAVED_SCHEDULES and (virtual or 1) == 1):
         virtual = DEFAULT_VIRTUAL_STAGES

@@ -148,7 +148,7 @@ class TransformerConfig:
     the framework's operations (reference); auto: kernels on a CUDA device. On a CPU, triton uses Triton's slow
     interpreter."""
     add_bias_linear: bool = False
-    """Give every linear map a bias."""
+    """Give every linear layer a bias."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weight instead of the embedding's."""
     hidden_dropout: float = 0.0
@@ -252,11 +252,11 @@ class TransformerConfig:
     """Divide the tokens, too, among the ranks of tensor parallelism where their layers compute token by token: norms,
     dropout, residual streams and hyper-connections."""
     use_distributed_optimizer: bool = False
-    """Divide the optimizer's state among all ranks with the same parameters; each updates its share and sends it to the
-    others. Of the gradients that a step leaves, a rank's share alone is summed."""
+    """Divide the optimizer's state among all ranks with the same parameters; each updates its shard and sends it to the
+    others. Of the gradients that a step leaves, a rank's shard alone is summed."""
     fp8: Literal["e4m3", "hybrid"] | None = None
-    """Products of 8-bit floats in the linear maps of attention, delta-rule layers and MLPs: e4m3 for all arrays, or
-    hybrid: e5m2 for gradients; None: none."""
+    """Matrix products of 8-bit floats in linear layers of attention, delta-rule layers and MLPs: e4m3 for all arrays,
+    or hybrid: e5m2 for gradients; None: none."""
     fp8_recipe: Literal["current", "delayed", "blockwise"] = "current"
     """Scales of 8-bit floats: one per array, from its largest entry (current) or from the largest entries of earlier
     steps (delayed), or one per block of 1 x 128 entries of inputs and gradients and of 128 x 128 of weights
@@ -264,7 +264,7 @@ class TransformerConfig:
     fp8_amax_history_len: int = DEFAULT_HISTORY
     """Optimizer steps whose largest entries decide the scales of the delayed recipe."""
     activation_storage: Literal["fp8"] | None = None
-    """Save the inputs of linear maps and of activation functions for backward in 8 bits; None: as they are."""
+    """Save the inputs of linear layers and of activation functions for backward in 8 bits; None: as they are."""
     activation_storage_layers: str | None = None
     """Layers for which activation_storage is used, as in 0-3,7; None: all."""
 

@@ -8,7 +8,7 @@ from diptych.plans.context.exchange import PIPELINED
 
 KEPT_IN_FLOAT32 = {
     "parameters": "weights, their gradients and both moments of the optimizer; a weight is rounded where it is used. "
-    "With a distributed optimizer the weights of linear maps are rounded after each update instead",
+    "With a distributed optimizer the weights of linear layers are rounded after each update instead",
     "norm_statistics": "mean square and gain of an RMSNorm; its result is rounded once",
     "rotary_angles": "angles, sine and cosine of the rotary embedding; sine and cosine are rounded before the product",
     "softmax": "softmax of the attention scores; its weights are rounded before they multiply the values",
@@ -72,7 +72,7 @@ FP8_RULES: tuple[Rule, ...] = (
         "fp8 adds up in float32",
         lambda c: c.fp8 is None or c.params_dtype != "float64",
         lambda c: (
-            f"fp8: expected None with params_dtype='float64', since products of 8-bit floats are added up in float32, "
+            f"fp8: expected None with params_dtype='float64', since 8-bit matrix products are added up in float32, "
             f"got {c.fp8!r}"
         ),
     ),
@@ -83,7 +83,7 @@ FP8_RULES: tuple[Rule, ...] = (
         ),
         lambda c: (
             f"fp8_recipe: expected 'delayed' or 'blockwise' with cp_exchange={PIPELINED!r}, got 'current', for which "
-            "context ranks would wait for each other in every product"
+            "context ranks would wait for each other in every matrix product"
         ),
     ),
 )

@@ -156,7 +156,7 @@ def check_bias(x: Operand, bias: Operand | None, width: int | None = None) -> No
     """Reject a bias that does not have one element per column.
 
     Args:
-        x: array to which the bias is added, or input of the linear map. [..., D]
+        x: array to which the bias is added, or input of the linear layer. [..., D]
         bias: the bias; None: no bias. [width]
         width: columns of the result; None: D.
     """
@@ -167,7 +167,7 @@ def check_bias(x: Operand, bias: Operand | None, width: int | None = None) -> No
 
 
 def check_linear(x: Operand, weight: Operand, bias: Operand | None) -> None:
-    """Reject a weight [O, I] or bias [O] that does not fit a linear map of the last axis of x."""
+    """Reject a weight [O, I] or bias [O] that does not fit a linear layer of the last axis of x."""
     check_floating(x=x, weight=weight, bias=bias)
     check_least_axes("x", x.shape, 1)
     check_axes("weight", weight.shape, "OI")

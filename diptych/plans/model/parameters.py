@@ -69,7 +69,7 @@ def rotary_frequencies(head_dim: int, base: float) -> np.ndarray:
 def linear_spec(
     config: TransformerConfig, out_features: int, in_features: int, *heads: tuple[int, int], is_output: bool = False
 ) -> dict[str, ParameterSpec]:
-    """Return the parameters of a linear map ``y = x @ weight.T + bias``.
+    """Return the parameters of a linear layer ``y = x @ weight.T + bias``.
 
     ``is_output`` marks a projection back onto the residual, whose standard deviation is divided by
     sqrt(2 num_layers) so that the residual's variance does not grow with depth. ``heads`` are the sections of Split
@@ -172,8 +172,8 @@ def mixer_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[
 def mlp_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[str, ParameterSpec]]:
     """Return the parameters of a layer's MLP or mixture of experts, by submodule.
 
-    The first map of swiglu returns gate and value side by side. Experts have one array for each map, [E, O, I], without
-    bias.
+    The first layer of swiglu returns gate and value side by side. Experts have one array for each layer, [E, O, I],
+    without bias.
     """
     layer = config.layer(layer_number)
     if not layer.moe:
@@ -184,7 +184,7 @@ def mlp_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[st
         specs["router"]["expert_bias"] = ParameterSpec((experts,))
     for name, spec in _mlp_specs(config, layer.activation, layer.ffn_hidden_size).items():
         weight = spec["weight"]
-        assert weight.split is not None, "both maps of an MLP are divided"
+        assert weight.split is not None, "both layers of an MLP are divided"
         split = weight.split._replace(axis=weight.split.axis + 1)
         specs[f"experts.{name}"] = {"weight": weight._replace(shape=(experts, *weight.shape), split=split)}
     if config.moe_shared_expert_intermediate_size is not None:
@@ -196,7 +196,7 @@ def mlp_specs(config: TransformerConfig, layer_number: int) -> dict[str, dict[st
 
 
 def _mlp_specs(config: TransformerConfig, activation: str, width: int) -> dict[str, dict[str, ParameterSpec]]:
-    """Return the parameters of two linear maps around an activation function, by submodule."""
+    """Return the parameters of two linear layers around an activation function, by submodule."""
     channels = width, 1
     sections = [channels] * (2 if activation == "swiglu" else 1)
     return {
@@ -206,7 +206,7 @@ def _mlp_specs(config: TransformerConfig, activation: str, width: int) -> dict[s
 
 
 def with_history(config: TransformerConfig, name: str, specs: dict[str, ParameterSpec]) -> dict[str, ParameterSpec]:
-    """Return the parameters of a module and, if it is a linear map with delayed scales, their history.
+    """Return the parameters of a module and, if it is a linear layer with delayed scales, their history.
 
     Args:
         config: configuration of the model.

@@ -38,7 +38,7 @@ kv_latent is the output of the down projection of an mla layer; short_conv is th
 or kda layer; fc1 and activation are the input and output of the activation function; region_input and region_output are
 what tensor-parallel ranks exchange before and after mixer and MLP, which only full recompute exchanges again. A value
 to which two names apply (without an exchange before a mixer, region_input is the norm's output) has the first. Names
-that end in fp8 are inputs of linear maps and activation functions that are saved in 8 bits; see
+that end in fp8 are inputs of linear layers and activation functions that are saved in 8 bits; see
 diptych.plans.activation_storage.
 """
 

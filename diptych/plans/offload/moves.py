@@ -7,10 +7,10 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from diptych.plans.config import ITEM_SIZES, TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.parameters import parameter_specs
 from diptych.plans.offload.uses import Use, action_uses, next_layers
-from diptych.plans.optimizer_shares import stored_dtype
+from diptych.plans.optimizer_shards import stored_dtype
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.tensor_parallel import rank_config
 
@@ -135,7 +135,7 @@ def check_num_prefetch_layers(number: int) -> None:
 def layer_storages(config: TransformerConfig) -> dict[int, dict[str, int]]:
     """Return the bytes of every parameter that a rank holds, by layer number and parameter name."""
     storages: dict[int, dict[str, int]] = {layer: {} for layer in range(config.num_layers)}
-    for name, spec in parameter_specs(undivided(rank_config(config))).items():
+    for name, spec in parameter_specs(unsharded(rank_config(config))).items():
         if name.startswith("decoder.layers."):
             width = ITEM_SIZES[stored_dtype(config, name, spec.shape)]
             storages[int(name.split(".")[2])][name] = math.prod(spec.shape) * width

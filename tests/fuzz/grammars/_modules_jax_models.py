@@ -150,7 +150,7 @@ class Noise(nnx.Module):
 
 
 class Gated(nnx.Module):
-    """A SwiGLU whose linear maps are modules of this one."""
+    """A SwiGLU whose linear layers are modules of this one."""
 
     def __init__(self, rngs) -> None:
         self.gate, self.up, self.down = (nnx.Linear(WIDTH, WIDTH, rngs=rngs, **TYPES) for _ in range(3))

@@ -210,7 +210,7 @@ RUN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "identity": lambda op, x: x,
     "one linear of data": lambda op, x: x,
 }
-"""Operations that are more than one linear map."""
+"""Operations that are more than one linear layer."""
 
 OPERATIONS = (
     *RUN,

@@ -19,7 +19,7 @@ class Cut(Exception):
 
 
 def build(program: Program, numbers: Sequence[int]) -> list[Stage]:
-    """Make stages; those of one rank share one linear map in their operations of that name."""
+    """Make stages; those of one rank share one linear layer in their operations of that name."""
     placement = program.config.placement
     shared = {}
     stages = [Stage(program, number) for number in numbers]

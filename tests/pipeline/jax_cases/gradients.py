@@ -1,4 +1,4 @@
-"""Loss and gradients of the undivided model, whatever the schedule, the split and the transform."""
+"""Loss and gradients of the single-device model, whatever the schedule, the split and the transform."""
 
 import tempfile
 from dataclasses import replace
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from diptych.planner.generate import generate_schedule
 from diptych.plans.config import TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.csv import read_schedule, schedule_to_csv
 from diptych.plans.schedule.named import build_schedule
@@ -159,13 +159,13 @@ SLOW = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_the_undivided_model(case):
+def test_equals_the_single_device_model(case):
     CASES[case]()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW)
-def test_equals_the_undivided_model_in_more_ways(case):
+def test_equals_the_single_device_model_in_more_ways(case):
     SLOW[case]()
 
 
@@ -216,16 +216,16 @@ def test_any_schedule_over_any_split_computes_what_one_device_does(transform, sa
 @pytest.mark.parametrize("saves", ["inputs", "residuals"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_mixed_precision(schedule, saves):
-    """As far from float32 as the undivided model in bfloat16 is, over all gradients together."""
+    """As far from float32 as the single-device model in bfloat16 is, over all gradients together."""
     wide = replace(PLAIN, params_dtype="float32", num_layers=4)
     config = replace(wide, bf16=True, pipeline_model_parallel_size=2, pipeline_schedule=schedule)
     losses, exact = reference(wide, 4)
-    theirs = reference(undivided(config), 4)[1]
+    theirs = reference(unsharded(config), 4)[1]
     loss, ours, _ = run_step(config, 4, saves=saves)
     assert all(gradient.dtype == np.float32 for gradient in ours)
-    far, undivided_far = (
+    far, unsharded_far = (
         relative_difference(*(np.concatenate([g.ravel() for g in side]) for side in (gradients, exact)))
         for gradients in (ours, theirs)
     )
-    assert far <= 1.5 * undivided_far
+    assert far <= 1.5 * unsharded_far
     assert loss == pytest.approx(losses.mean(), rel=1e-2)

@@ -37,7 +37,7 @@ def test_step_refuses_what_does_not_fit():
         ValueError, match=r"transform: expected 'shard_map' with a mesh .*, got 'pmap', .* alone; pass transform"
     ):
         make(Mesh(devices(2, 2), ("dp", "pp")), transform="pmap")
-    with pytest.raises(ValueError, match=r"model: expected the whole model of config, .*undivided\(config\)"):
+    with pytest.raises(ValueError, match=r"model: expected the single-device model of config, .*unsharded\(config\)"):
         make_pipeline_step(GPTModel(config, post_process=False), config)
     many = replace(PLAIN, num_layers=9, pipeline_model_parallel_size=9)
     with pytest.raises(ValueError, match=r"expected at most the 8 devices JAX has, got 9; on a CPU call .*, 9\)"):

@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 from jax_impl.pipeline import PipelineExecutor, split_batch
 from jax_impl.pipeline.module_stages import Microbatches, ModuleStages, StageLayouts, stage_of_function
 from jax_impl.pipeline.packed_layout import PackedLayout
-from jax_impl.pipeline.programs import StagedParameters, Task
+from jax_impl.pipeline.programs import Task
 from jax_impl.pipeline.saved import StageAutodiff
+from jax_impl.staged_parameters import StagedParameters
 from tests.pipeline.jax_cases.support import devices
 
 M = 6

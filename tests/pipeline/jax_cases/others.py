@@ -45,7 +45,7 @@ def of_flax(stages: int) -> tuple[list, None, Callable[[], Any]]:
         layers = [Pair(*layers[:2]), Pair(*layers[2:])]
     graph, params, rest = nnx.split(layers, nnx.Param, ...)
 
-    def undivided() -> Any:
+    def unsharded() -> Any:
         def run(params):
             y = BATCH
             for layer in nnx.merge(graph, params, rest):
@@ -54,7 +54,7 @@ def of_flax(stages: int) -> tuple[list, None, Callable[[], Any]]:
 
         return jax.value_and_grad(run)(params)
 
-    return layers, None, undivided
+    return layers, None, unsharded
 
 
 def of_equinox(stages: int) -> tuple[list, list, Callable[[], Any]]:
@@ -75,7 +75,7 @@ def of_equinox(stages: int) -> tuple[list, list, Callable[[], Any]]:
 
     functions = [stage(others) for others in rest]
 
-    def undivided() -> Any:
+    def unsharded() -> Any:
         def run(arrays):
             y = BATCH
             for function, own in zip(functions, arrays, strict=True):
@@ -84,7 +84,7 @@ def of_equinox(stages: int) -> tuple[list, list, Callable[[], Any]]:
 
         return jax.value_and_grad(run)(arrays)
 
-    return functions, arrays, undivided
+    return functions, arrays, unsharded
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def of_equinox(stages: int) -> tuple[list, list, Callable[[], Any]]:
 )
 @pytest.mark.parametrize("make", [of_flax, of_equinox])
 def test_layers_of_others(make, pp, schedule):
-    stages, parameters, undivided = make(2 if (pp, schedule) == (2, "1f1b") else 4)
+    stages, parameters, unsharded = make(2 if (pp, schedule) == (2, "1f1b") else 4)
     given = {} if parameters is None else {"parameters": parameters}
     mesh = Mesh(devices(pp), ("pp",))
     pipeline = PipelineExecutor(stages, schedule, M, loss, mesh=mesh, **given)
     staged = pipeline.stage_parameters(*([] if parameters is None else [parameters]))
     losses, gradients = pipeline.step(staged, split_batch(BATCH, M), split_batch(TARGET, M))[:2]
-    expected, expected_gradients = undivided()
+    expected, expected_gradients = unsharded()
     np.testing.assert_allclose(losses.mean(), expected, rtol=1e-12)
     found = jax.tree.leaves(pipeline.join_parameters(gradients))
     for ours, theirs in zip(found, jax.tree.leaves(expected_gradients), strict=True):

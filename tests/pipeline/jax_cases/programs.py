@@ -13,13 +13,14 @@ from jax.extend.core import jaxprs_in_params
 import jax_impl.pipeline.executor as executor
 from benchmarks.jobs.sleeping_jax import Sleeping, time_sleeping
 from diptych.plans.config import TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.schedule.lockstep import Rows, lockstep_makespan
 from diptych.plans.schedule.named import schedule_for
 from diptych.plans.schedule.simulate import Costs
 from jax_impl import ops
 from jax_impl.pipeline import make_pipeline_step
-from jax_impl.pipeline.programs import StagedParameters, Task
+from jax_impl.pipeline.programs import Task
+from jax_impl.staged_parameters import StagedParameters
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
 from tests.pipeline.jax_cases.support import (
@@ -38,7 +39,7 @@ from tests.pipeline.jax_cases.support import (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_kernels_drop_out_and_recompute_in_stages_as_in_the_undivided_model(schedule, monkeypatch):
+def test_kernels_drop_out_and_recompute_in_stages_as_in_the_single_device_model(schedule, monkeypatch):
     """Interpreted; their masks are made with all rounds, and have a place in the model that is no variable."""
     monkeypatch.setattr(ops, "ROUNDS", ROUNDS)
     plain = replace(
@@ -76,7 +77,7 @@ def test_forward_only_gives_losses_without_dropout():
     model = model_of(config)
     step = make_pipeline_step(model, config, training=False, forward_only=True)
     losses = step(step.stage_parameters(nnx.split(model, nnx.Param)[1]), *batch_of(5), STEP)
-    np.testing.assert_allclose(losses, reference(undivided(config), 5, training=False)[0], rtol=1e-13)
+    np.testing.assert_allclose(losses, reference(unsharded(config), 5, training=False)[0], rtol=1e-13)
     assert step.trace(5) == schedule_for(config, 5, forward_only=True).actions
 
 

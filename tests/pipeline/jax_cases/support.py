@@ -1,4 +1,4 @@
-"""What all cases of JAX's pipelines share: eight devices, small models, and the undivided model beside the step."""
+"""What all cases of JAX's pipelines share: eight devices, small models, and the single-device model beside the step."""
 
 import os
 from dataclasses import replace
@@ -11,13 +11,14 @@ import pytest
 from flax import nnx
 
 from diptych.plans.config import TransformerConfig
-from diptych.plans.mesh import undivided
+from diptych.plans.mesh import unsharded
 from diptych.plans.model.implementation import callback_threads
 from diptych.plans.schedule.named import schedule_for
 from jax_impl import ops
 from jax_impl.pipeline import make_pipeline_step
-from jax_impl.pipeline.programs import StagedParameters, Task
+from jax_impl.pipeline.programs import Task
 from jax_impl.pipeline.stages import Batch, divide_model, names_of
+from jax_impl.staged_parameters import StagedParameters
 from jax_impl.transformer import GPTModel
 from parity.compare import relative_difference
 from parity.tolerances import GRADIENT
@@ -71,12 +72,12 @@ def batch_of(m: int, b: int = 2, length: int = 8) -> tuple[np.ndarray, np.ndarra
 
 
 def model_of(config: TransformerConfig) -> GPTModel:
-    return GPTModel(undivided(config))
+    return GPTModel(unsharded(config))
 
 
 @cache
 def reference(config: TransformerConfig, m: int, b: int = 2, training: bool = True) -> tuple[np.ndarray, list]:
-    """Losses [m] of an undivided model and the gradients of their mean, one microbatch after the other."""
+    """Losses [m] of a single-device model and the gradients of their mean, one microbatch after the other."""
     graph, params = nnx.split(GPTModel(config), nnx.Param)
 
     def loss(params, tokens, targets, samples):
@@ -108,7 +109,7 @@ def run_step(config: TransformerConfig, m: int, b: int = 2, **options):
 
 
 def check(config: TransformerConfig, m: int, b: int = 2, tolerance: float = GRADIENT["float64"], **options):
-    losses, expected = reference(undivided(config), m, b)
+    losses, expected = reference(unsharded(config), m, b)
     loss, gradients, step = run_step(config, m, b, **options)
     assert loss == pytest.approx(losses.mean(), rel=tolerance)
     for name, ours, theirs in zip(step.names, gradients, expected, strict=True):
