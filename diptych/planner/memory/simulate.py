@@ -442,7 +442,7 @@ def _share(node: Node, gradients: dict[int, int]) -> set[int]:
         gradients: bytes of the gradients that exist, by identity of the value.
     """
     heir = node.heir
-    if heir is None or id(heir) in gradients:
+    if heir is None or id(heir) in gradients or id(node.writes[0]) not in gradients:
         return set()
     gradients[id(heir)] = gradients.pop(id(node.writes[0]))
     others = {id(value) for value in node.reads if value.size == heir.size and id(value) not in gradients}
