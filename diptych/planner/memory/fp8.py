@@ -1,5 +1,7 @@
 """Memory that PyTorch's FP8 linear layers need while they run; reference_torch/fp8.py runs them."""
 
+import math
+
 from diptych.plans.config import TransformerConfig
 from diptych.plans.fp8 import BLOCK, ProductRecipe, Quantization, blocks_of, linear_recipe
 from diptych.plans.optimizer_shards import stored_dtype
@@ -110,26 +112,33 @@ def _scratch(
     x = tokens * inputs
     y = tokens * outputs
     weight = inputs * outputs
-    of_x = _operand((tokens, inputs), recipe.inputs, item)
-    of_y = _operand((tokens, outputs), recipe.gradients, item)
-    of_weight = _operand((outputs, inputs), recipe.weights, item)
     narrow = (WIDE + item) * (item < WIDE)  # a matrix product and its copy in the type of input and output
-    forward = max(copy + max(of_x, WIDE * x + of_weight, WIDE * (x + weight + y)), narrow * y)
-    for_x = max(copy + max(of_y, WIDE * y + of_weight, WIDE * (y + weight + x)), narrow * x)
-    of_y, of_x = (
-        _operand((columns, tokens), quantization, item)
-        for columns, quantization in ((outputs, recipe.gradients), (inputs, recipe.inputs))
+    forward = _product(((tokens, inputs), recipe.inputs), ((outputs, inputs), recipe.weights), item)
+    for_x = _product(((tokens, outputs), recipe.gradients), ((inputs, outputs), recipe.weights), item)
+    for_weight = _product(((outputs, tokens), recipe.gradients), ((inputs, tokens), recipe.inputs), item)
+    return max(copy + forward, narrow * y), max(copy + for_x, narrow * x), max(for_weight, narrow * weight)
+
+
+Operand = tuple[tuple[int, int], Quantization]
+"""The shape of a matrix, and how it is quantised."""
+
+
+def _product(first: Operand, second: Operand, item: int) -> int:
+    """Return the bytes of a matrix product beside its operands, which are quantised and read back in float32."""
+    a, b = (math.prod(shape) for shape, _ in (first, second))
+    result = first[0][0] * second[0][0]
+    scales_a, scales_b = (_expanded_scales(*operand) for operand in (first, second))
+    cast = WIDE * (item < WIDE)  # by PyTorch on a CPU, before it is multiplied by the scales
+    quantised_a, quantised_b = (
+        max((cast + WIDE) * size + spread, (WIDE + 1) * size) for size, spread in ((a, scales_a), (b, scales_b))
     )
-    for_weight = max(of_y, WIDE * y + of_x, WIDE * (y + x + weight), narrow * weight)
-    return forward, for_x, for_weight
+    read = max(WIDE * a + scales_a, WIDE * (a + b) + scales_b, WIDE * (a + b + result))
+    return max(quantised_a, a + quantised_b, a + b + read)
 
 
-def _operand(shape: tuple[int, int], quantization: Quantization, item: int) -> int:
-    """Return the bytes beside a matrix while it is quantised and read back in float32."""
-    size = shape[0] * shape[1]
-    cast = WIDE * size if item < WIDE else 0  # by PyTorch on a CPU, before it is multiplied by the scales
-    spread = 0
-    if quantization.block is not None:
-        blocks = blocks_of(shape, quantization)
-        spread = WIDE * blocks[0] * quantization.block[0] * blocks[1] * quantization.block[1]
-    return max(cast + WIDE * size, (WIDE + 1) * size) + spread
+def _expanded_scales(shape: tuple[int, int], quantization: Quantization) -> int:
+    """Return the bytes of the scales of all elements of a matrix that is quantised in blocks."""
+    if quantization.block is None:
+        return 0
+    blocks = blocks_of(shape, quantization)
+    return WIDE * blocks[0] * quantization.block[0] * blocks[1] * quantization.block[1]
