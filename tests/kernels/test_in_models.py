@@ -140,7 +140,8 @@ def test_recompute_changes_no_bit_and_one_kernel_writes_the_gradient_of_the_stre
         config = replace(MODEL, impl="triton", **recompute)
         results.append(model_gradients("torch", config, tokens=tokens, cotangent=cotangent, step=3))
         sums = [dict(launch.constants) for launch in launched if launch.kernel == "coefficients.project_backward"]
-        assert [(made["AGGREGATE"], made["THROUGH"]) for made in sums] == [(True, not recompute)] * 2 * MODEL.num_layers
+        added = [(made["AGGREGATE"], made["RESIDUAL_GRAD"]) for made in sums]
+        assert added == [(True, not recompute)] * 2 * MODEL.num_layers
     connection = HyperConnectionModule(replace(MODEL, impl="triton"), 0)
     _, mixed, _ = connection.read(torch.ones(1, 2, MODEL.num_residual_streams, MODEL.hidden_size, requires_grad=True))
     assert isinstance(mixed, DeferredMix)
