@@ -18,7 +18,7 @@ from reference_torch.context_parallel import build_cp_context
 from reference_torch.context_parallel.wavefront import finish
 from reference_torch.groups import GATHER, SCATTER, wait_for
 from reference_torch.recompute import measure_memory
-from reference_torch.stage import model_provider, offload_layers
+from reference_torch.stage import _replayed_kinds, model_provider, offload_layers
 from reference_torch.tensor_parallel import TensorParallel
 from reference_torch.transformer import GPTModel
 from tests.backends import tiny_corpus
@@ -95,7 +95,7 @@ def measure_part(config: TransformerConfig, batch: int) -> tuple[int, int]:
     offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
     context = build_cp_context(offsets, group, config.linear_conv_kernel_dim, offsets, **exchange_options(config))
     if context.messages is not None:
-        context.messages.replayed_kinds = ()  # as in training, without recomputation
+        context.messages.replayed_kinds = _replayed_kinds(model.decoder.blocks)  # as in training
     place = torch.arange(batch * length).chunk(context.size)[context.rank]
     tokens, targets = torch.randint(0, config.vocab_size, (2, 1, len(place)))
     arguments = {"samples": (place // length)[None], "positions": place % length, "step": 0, "cp_context": context}

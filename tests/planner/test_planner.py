@@ -108,6 +108,7 @@ PARTS = {
     "gdn, kda": {"layer_pattern": "gdn,kda"},
     "kda, recomputed": {"layer_pattern": "kda", **CORE},
     "attention, pipelined": {"cp_exchange": "pipelined"},
+    "attention, pipelined, recomputed": {"cp_exchange": "pipelined", **CORE},
     "kda, pipelined": {"layer_pattern": "kda", "cp_exchange": "pipelined"},
 }
 

@@ -57,6 +57,9 @@ class Node:
     """True for the operation that packs a value in 8 bits."""
     is_linear: bool = False
     """True for a linear layer, whose weight gradient a split backward leaves to W; others compute it in I."""
+    is_message: bool = False
+    """True for the receipt of a message. Backward reads it only in a replay; then it stays until the backward of its
+    receipt."""
     kernels: KernelWork | None = None
     """Launches in place of the operation with ``impl="triton"``; None: there are no kernels for it."""
 

@@ -231,6 +231,9 @@ class Simulation:
             ends += [len(nodes) + end for end in layers[number].sublayer_ends]
             for place, node in enumerate(layers[number].nodes):
                 name = "all" if block.kind == "full" else next((r for r in node.region if r in block.dropped), None)
+                if node.is_message:
+                    nodes += [node] if name is not None else []
+                    continue
                 nodes.append(node)
                 self._layer_of[id(node)] = number
                 if name is not None:

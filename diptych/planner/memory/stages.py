@@ -188,7 +188,9 @@ class _StageBuilder(GraphBuilder):
         """
         parts = sum(value.size for value in own)
         joined = Value("keys and values of all ranks", sum(value.size for value in all_))
-        scratch = parts + 2 * (joined.size - parts)  # the rank's own, what is received, and the shape that it has
+        received = Value("received keys and values", joined.size - parts)
+        nodes.append(Node([], [received], [received], ("core_attn",), is_message=True))
+        scratch = parts + 2 * received.size  # the rank's own, what is received, and the shape that it has
         nodes.append(Node(own, [joined], [], ("core_attn",), forward_scratch=scratch))
         nodes.append(Node([joined], [*all_], [], ("core_attn",)))
         for value in all_:
