@@ -320,6 +320,8 @@ class Simulation:
                     new -= value.size
                     self._allocate(value.size)
             self._allocate(node.backward_scratch + new)
+            if is_deferred:
+                self._own_shared(node, gradients)
             sizes = [gradients.pop(id(value), 0) for value in node.writes]
             if is_rounded:
                 self._release(node.saves)
@@ -338,6 +340,16 @@ class Simulation:
                 self._free(sum(sizes))
             if region is not None and node is region.nodes[0]:
                 self._release(region.inputs)
+
+    def _own_shared(self, node: Node, gradients: dict[int, int]) -> None:
+        """Give the gradients of a linear layer's outputs their own memory, which W reads.
+
+        If a residual has the same gradient, autograd adds the next one to it out of place, because W still holds it.
+        """
+        for value in node.writes:
+            if gradients.get(id(value)) == 0:
+                gradients[id(value)] = value.size
+                self._allocate(value.size)
 
     def _weight_gradients(self) -> None:
         """Simulate W, which reads the inputs of linear layers and the gradients of their outputs."""
