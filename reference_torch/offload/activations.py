@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from diptych.plans.offload import Use, activation_event
-from reference_torch.offload.link import Copy, Link, OffloadError
+from reference_torch.offload.link import Copy, Link, OffloadError, for_each
 from reference_torch.offload.statistics import OffloadStatistics
 from reference_torch.recompute import NamedValue
+from reference_torch.recompute.internals import version_watch
 from reference_torch.recompute.region import slot_of
 
 
@@ -86,12 +87,17 @@ class SavedStorage:
         """Address of the storage; None while it is not on the device."""
         return None if self._device_storage is None else self._device_storage._cdata
 
+    @property
+    def is_fetched(self) -> bool:
+        """True if no copy to the device is on its way."""
+        return self._incoming is None
+
     def watch(self, tensor: Tensor) -> int:
         """Record the version of a tensor in this storage and return its index for check_unchanged.
 
         Every tensor is recorded, because aliases made by ``.data`` have separate version counters.
         """
-        self._watched.append((tensor.detach(), tensor._version))  # shares the version counter
+        self._watched.append((version_watch(tensor), tensor._version))
         return len(self._watched) - 1
 
     def holds_unchanged(self, storage: UntypedStorage) -> bool:
@@ -134,9 +140,13 @@ class SavedStorage:
 
     def fetch(self) -> int:
         """Start the copy to the device and return the number of bytes copied."""
-        if self._outgoing is not None:  # the device memory is still there, so both copies are valid
-            self._outgoing.wait()
+        if self._outgoing is not None:  # the device memory is still there, and always valid
+            copied = self._outgoing
             self._outgoing = None
+            try:
+                copied.wait()
+            except OffloadError:
+                self._host = None
         if self._device_storage is not None or self._host is None:
             return 0
         self._device_storage = UntypedStorage(self.nbytes, device=self._link.device)
@@ -282,7 +292,8 @@ class ActivationOffload:
         """Return the saved tensor, after its storage is fetched and has arrived."""
         saved.storage.check_unchanged(saved.index)
         self._statistics.note_copies("in", [saved.storage.fetch()])
-        with self._statistics.measure_wait(self._link.device):
+        is_fetched = saved.storage.is_fetched
+        with contextlib.nullcontext() if is_fetched else self._statistics.measure_wait(self._link.device):
             storage = saved.storage.wait_for_fetch()
         empty: Any = torch.empty(0, dtype=saved.dtype, device=self._link.device)
         return empty.set_(storage, saved.offset, saved.shape, saved.stride)
@@ -302,8 +313,7 @@ class ActivationOffload:
         """Wait until the group that is being copied to the host has left the device."""
         group = self._outgoing
         self._outgoing = None
-        for storage in [] if group is None else group.alive:
-            storage.finish_eviction()
+        for_each([] if group is None else group.alive, SavedStorage.finish_eviction)
 
     def fetch(self, forwards: tuple[Use, ...]) -> None:
         """Start to copy the groups of these forwards to the device, in this order."""

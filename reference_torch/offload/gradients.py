@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from reference_torch.offload.lifetime import weak_method
-from reference_torch.offload.link import Link, OffloadError
+from reference_torch.offload.link import Link, OffloadError, for_each
 from reference_torch.offload.statistics import OffloadStatistics
 from reference_torch.offload.storage import OffloadedStorage, storage_of
 from reference_torch.offload.writes import OwnHook
@@ -32,15 +32,15 @@ class OffloadedGradients:
         self._statistics = statistics
         self._layers: dict[int, list[nn.Parameter]] = {}
         self._storages: dict[int, OffloadedStorage] = {}
-        """Memory of the gradient of a parameter, by the id of the parameter."""
+        """Storage of the gradient of a parameter, by the id of the parameter."""
         self._host: dict[int, UntypedStorage] = {}
         """Host storage for the next gradient of a parameter, by the id of the parameter."""
         self._kept: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
-        """Memories of former gradients that other code holds."""
+        """Storages of former gradients that other code holds."""
         self._arrived: dict[int, nn.Parameter] = {}
         """Parameters to whose gradients the running backward adds, by id."""
         self._outgoing: list[OffloadedStorage] = []
-        """Memories whose copies to the host the running backward has begun."""
+        """Storages whose copies to the host the running backward has begun."""
         self._handles: dict[int, RemovableHandle] = {}
         self._lock = threading.RLock()  # PyTorch runs backwards of a GPU in threads of its own
 
@@ -66,8 +66,9 @@ class OffloadedGradients:
     def evict_arrived(self) -> None:
         """Start to copy the gradients to the host that backward has added to since the last call."""
         with self._lock:
-            for storage in self._outgoing:
-                storage.finish_eviction()
+            outgoing = self._outgoing
+            self._outgoing = []
+            for_each(outgoing, OffloadedStorage.finish_eviction)
             arrived = list(self._arrived.values())
             self._arrived.clear()
             self._outgoing = [storage for storage in map(self._storage_for, arrived) if storage is not None]
@@ -94,8 +95,7 @@ class OffloadedGradients:
     def finish(self, layer: int | None) -> None:
         """Wait for the copies of a layer to the host and release its device memory; None: no layer."""
         with self._lock:
-            for storage in self._storages_of(layer):
-                storage.finish_eviction()
+            for_each(self._storages_of(layer), OffloadedStorage.finish_eviction)
 
     def close(self) -> None:
         """Move everything to the device and remove every hook."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils.hooks import RemovableHandle
 
-from reference_torch.offload.link import Link, OffloadError
+from reference_torch.offload.link import Link, OffloadError, for_each
 from reference_torch.offload.observe import LayerObserver
 from reference_torch.offload.registry import forget, register
 from reference_torch.offload.storage import OffloadedParameter, OffloadedStorage, OffloadedTensor
@@ -99,7 +99,7 @@ class OffloadedLayer:
         Raises:
             OffloadError: a copy failed; it is repeated at the next fetch.
         """
-        _for_each(self.storages, OffloadedStorage.wait_for_fetch)
+        for_each(self.storages, OffloadedStorage.wait_for_fetch)
 
     def finish_eviction(self) -> None:
         """Wait for the copies to the host and release the device memory.
@@ -108,7 +108,7 @@ class OffloadedLayer:
             OffloadError: a copy failed; the layer stays on the device until its next eviction.
         """
         try:
-            _for_each(self.storages, OffloadedStorage.finish_eviction)
+            for_each(self.storages, OffloadedStorage.finish_eviction)
         except OffloadError:
             self.is_resident = True
             raise
@@ -201,7 +201,7 @@ class OffloadedLayer:
             self.observer.close()
         for handle in self._handles:
             handle.remove()
-        _for_each(self.storages, OffloadedStorage.release)
+        for_each(self.storages, OffloadedStorage.release)
         forget(self.module)
         self.is_resident = True
 
@@ -212,7 +212,7 @@ class OffloadedLayer:
             module.named_parameters(prefix[:-1], recurse=False), module.named_buffers(prefix[:-1], recurse=False)
         ):
             storage = self._storage_of.get(id(tensor))
-            if storage is not None and name in state and not isinstance(state[name], nn.Parameter):
+            if storage is not None and name in state and state[name] is not tensor:  # it is with keep_vars=True
                 state[name] = storage.host_view(tensor)
 
     def _before_load(self, part: nn.Module, metadata: dict[str, Any], require: Callable[[int], None]) -> None:
@@ -249,18 +249,6 @@ class OffloadedLayer:
                 storage = tensor.untyped_storage()
             by_address.setdefault(storage._cdata, (storage, {}))[1][name] = tensor
         return by_address
-
-
-def _for_each(storages: Iterable[OffloadedStorage], function: Callable[[OffloadedStorage], object]) -> None:
-    """Call a function on every storage, even after an error, then raise the first error."""
-    errors = []
-    for storage in storages:
-        try:
-            function(storage)
-        except RuntimeError as error:  # an OffloadError, or out of memory
-            errors.append(error)
-    if errors:
-        raise errors[0]
 
 
 def _reason_to_retain(storage: UntypedStorage, tensors: list[Tensor]) -> str | None:

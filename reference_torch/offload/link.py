@@ -8,15 +8,30 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
 
 
+T = TypeVar("T")
+
+
 class OffloadError(RuntimeError):
     """A failure of offload that leaves all tensors intact."""
+
+
+def for_each(items: Iterable[T], function: Callable[[T], object]) -> None:
+    """Call a function with every item, even after an error, then raise the first error."""
+    errors = []
+    for item in items:
+        try:
+            function(item)
+        except RuntimeError as error:  # an OffloadError, or out of memory
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class Copy:
@@ -65,15 +80,16 @@ _LIVENESS_INTERVAL = 1.0
 
 
 class StreamCopy(Copy):
-    """A copy on the stream of a link; wait() blocks the current stream, not this thread."""
+    """A copy on the stream of a link; wait() blocks the current stream of the device, not this thread."""
 
-    def __init__(self, event: Any) -> None:
+    def __init__(self, event: Any, device: torch.device) -> None:
         super().__init__()
         self._event = event
+        self._device = device  # the current device may be another one
 
     def wait(self) -> None:
         """Make later work of the current stream wait for the copy."""
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
         """Block this thread until the copy has ended."""
@@ -153,7 +169,7 @@ class Link:
             if seconds:
                 torch.cuda._sleep(int(seconds * _CYCLES))
             _as_bytes(target).copy_(_as_bytes(source), non_blocking=True)
-            return StreamCopy(self.stream.record_event())
+            return StreamCopy(self.stream.record_event(), self.device)
 
 
 _CYCLES = 1.5e9

@@ -44,8 +44,8 @@ class TensorOffloadManager:
     a reference to the manager, because deleting it closes it.
 
     With ``optimizer_state``, step() also moves what the optimizer stores for the parameters of layers, such as AdamW's
-    moments: it is on the device only during the update of its layer. With ``gradients``, so are the gradients, which
-    leave the device once their layer's backward has ended.
+    moments: it is on the device only during the update of its layer. With ``gradients``, a gradient is on the device
+    while backward adds to it and during the update of its layer. It leaves when the backward of the next layer begins.
 
     Args:
         enabled: if False, nothing is registered and nothing moves.
@@ -126,7 +126,7 @@ class TensorOffloadManager:
 
     def prefetch_layer(self, layer_id: int) -> None:
         """Start to copy a layer to the device, unless it is already there."""
-        self._residency.fetch(layer_id)
+        self._scheduler.fetch(layer_id)
 
     def offload_layer(self, layer_id: int) -> None:
         """Evict a layer to the host, unless it is already there or in use."""
@@ -140,7 +140,7 @@ class TensorOffloadManager:
         """
         self._residency.layer(current_layer_id)
         for layer_id in self._scheduler.order.next_window()[: self.num_prefetch_layers]:
-            self._residency.fetch(layer_id)
+            self._scheduler.fetch(layer_id)
 
     def offload_all_layers(self) -> None:
         """Evict every layer, for example before the first step."""

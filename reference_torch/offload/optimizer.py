@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from reference_torch.offload.link import OffloadError
 
@@ -16,7 +17,8 @@ def check_is_per_parameter(optimizer: torch.optim.Optimizer) -> None:
             time.
     """
     kind = type(optimizer)
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if any(hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         actual = f"a {kind.__name__} with step hooks, which would run once per layer with its parameters alone"
     elif not f"{kind.__module__}.".startswith("torch.optim."):
         actual = f"{kind.__module__}.{kind.__qualname__}, which may not do so"
@@ -38,7 +40,7 @@ class OptimizerParts:
 
     Args:
         optimizer: updates each parameter independently.
-        layers: parameters by layer; a shared parameter is updated with the last of its layers.
+        layers: parameters by layer; a shared parameter is updated with the layer that comes last in it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, layers: Mapping[int, Sequence[nn.Parameter]]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from reference_torch.offload.gradients import OffloadedGradients
-from reference_torch.offload.link import Link
+from reference_torch.offload.link import Link, for_each
 from reference_torch.offload.statistics import OffloadStatistics
 from reference_torch.offload.storage import OffloadedStorage
 
@@ -48,7 +48,8 @@ class OffloadedOptimizerState:
                     storages.append(known[id(tensor)])
                 elif self._may_move(tensor):
                     name = f"{name} of parameter {number} of layer {layer}"
-                    storages.append(OffloadedStorage(name, [tensor], self._link))
+                    host = self._link.host_memory(tensor.nbytes)
+                    storages.append(OffloadedStorage(name, [tensor], self._link, host=host))
         self._layers[layer] = storages
         for storage in storages:
             storage.note_change()
@@ -56,8 +57,7 @@ class OffloadedOptimizerState:
 
     def finish(self, layer: int | None) -> None:
         """Wait for the copies of a layer to the host and release its device memory; None: no layer."""
-        for storage in self._layers.get(layer, []) if layer is not None else []:
-            storage.finish_eviction()
+        for_each(self._layers.get(layer, []) if layer is not None else [], OffloadedStorage.finish_eviction)
 
     def close(self) -> None:
         """Move everything to the device."""

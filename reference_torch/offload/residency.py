@@ -11,7 +11,7 @@ from reference_torch.offload.activations import ActivationOffload
 from reference_torch.offload.gradients import OffloadedGradients
 from reference_torch.offload.layer import IN_USE, OffloadedLayer
 from reference_torch.offload.lifetime import weak_method
-from reference_torch.offload.link import Link, OffloadError
+from reference_torch.offload.link import Link, OffloadError, for_each
 from reference_torch.offload.optimizer_state import OffloadedOptimizerState
 from reference_torch.offload.registry import registered_number
 from reference_torch.offload.statistics import OffloadStatistics
@@ -50,7 +50,7 @@ class Residency:
         self.trace: list[str] | None = None
         self.layers: dict[int, OffloadedLayer] = {}
         self.storages: dict[int, OffloadedStorage] = {}
-        """Memories by the address of their storage."""
+        """Storages that move, by their address."""
         self.link: Link | None = None
         self.activations: ActivationOffload | None = None
         self.moments: OffloadedOptimizerState | None = None
@@ -60,7 +60,7 @@ class Residency:
         self._outgoing: list[int] = []
         """Layers whose copies to the host have started and whose device memory is not released."""
         self._retained: dict[int, OffloadedStorage] = {}
-        """Memories that stayed on the device at the last eviction of their layer, because of other holders."""
+        """Storages that stayed on the device at the last eviction of their layer, because of other holders."""
         self._unguarded: set[int] = set()
         """Layers whose tensors are ordinary tensors: those in use, and those that other code has read or written."""
 
@@ -157,6 +157,11 @@ class Residency:
         self.statistics.note_copies("in", moved)
         self._note_bytes()
 
+    def note_use(self, layer_id: int) -> None:
+        """Count a use of a layer whose fetch has not begun because of this use, unless layers do not move."""
+        if self._moved.parameters:
+            self.statistics.note_use(layer_id, hit=self.layers[layer_id].is_resident)
+
     def wait_for_fetch(self, layer_id: int) -> None:
         """Wait for the copies of a layer to the device."""
         layer = self.layers[layer_id]
@@ -167,7 +172,7 @@ class Residency:
     def evict(self, layer_id: int) -> None:
         """Start to copy a layer to the host, except what a resident layer shares or others hold."""
         layer = self.layers[layer_id]
-        if not layer.is_resident:
+        if not layer.is_resident or not self._moved.parameters:
             return
         layer.is_resident = False
         shared = {id(m) for other in self.layers.values() if other.is_resident for m in other.storages}
@@ -178,14 +183,13 @@ class Residency:
 
     def finish_eviction(self) -> None:
         """Wait for the copies to the host and release the device memory of evicted layers."""
-        outgoing = self._outgoing
+        outgoing = [self.layers[layer_id] for layer_id in self._outgoing]
         self._outgoing = []
-        for layer_id in outgoing:
-            self.layers[layer_id].finish_eviction()
+        for_each(outgoing, OffloadedLayer.finish_eviction)
 
     def restart_peak(self) -> None:
         """Restart the peaks of the statistics with what is on the device now."""
-        self.statistics.restart_peak(self.device_bytes, len(self.resident_layers))
+        self.statistics.restart_peak(self.device_bytes, self._num_resident)
 
     def unguard(self, layer_id: int) -> None:
         """Make the tensors of a layer ordinary tensors."""
@@ -230,9 +234,14 @@ class Residency:
             self._retained.pop(id(storage), None)
         return moved
 
+    @property
+    def _num_resident(self) -> int:
+        """The number of layers on the device, for the statistics; 0 if layers do not move."""
+        return len(self.resident_layers) if self._moved.parameters else 0
+
     def _note_bytes(self) -> None:
         """Update the peaks of the statistics."""
-        self.statistics.note_bytes(self.device_bytes, len(self.resident_layers))
+        self.statistics.note_bytes(self.device_bytes, self._num_resident)
 
 
 def check_new(layer_id: int, module: nn.Module, layers: Mapping[int, OffloadedLayer]) -> None:

@@ -161,6 +161,7 @@ class UseScheduler:
         self._backward_thread: threading.Thread | None = None
         """Thread of the running call of backward."""
 
+    @_one_at_a_time
     def add(self, layer_id: int) -> None:
         """Add a registered layer."""
         self.order.add(layer_id)
@@ -171,13 +172,13 @@ class UseScheduler:
     def begin(self, use: Use) -> None:
         """Fetch the layer of a use and wait for it, start to fetch the next layers, and evict the others."""
         residency = self._residency
-        layer = residency.layer(use.layer)
+        residency.layer(use.layer)  # raises an error if it is not registered
         if self._open.get(use.layer) == use.kind:
             return
         for number in [number for number, kind in self._open.items() if kind == "R"]:
             self.end(number, ("R",))  # a replay has no event that ends it
         self._open[use.layer] = use.kind
-        residency.statistics.note_use(use.layer, hit=layer.is_resident)  # before the fetch below
+        residency.note_use(use.layer)  # before the fetch below
         window = self.order.begin(use)
         # Evictions come before fetches, which reuse their device memory. Gradients are copied until the next use.
         if residency.gradients is not None:
@@ -270,6 +271,11 @@ class UseScheduler:
             self.replay(numbers[0])
 
     @_one_at_a_time
+    def fetch(self, layer_id: int) -> None:
+        """Start to copy a layer to the device, unless it is already there."""
+        self._residency.fetch(layer_id)
+
+    @_one_at_a_time
     def evict(self, layer_id: int) -> None:
         """Evict a layer, unless it is in use or stays until the optimizer step."""
         self._residency.layer(layer_id)
@@ -290,7 +296,7 @@ class UseScheduler:
             self.replay(layer_id)
             return
         if not self._residency.layer(layer_id).is_resident:
-            self._residency.statistics.note_use(layer_id, hit=False)
+            self._residency.note_use(layer_id)
         self._residency.fetch(layer_id)
         self._residency.wait_for_fetch(layer_id)
 
@@ -315,6 +321,7 @@ class UseScheduler:
         if layer_id not in self._open:
             self._residency.layers[layer_id].note_change()
 
+    @_one_at_a_time
     def end_all(self) -> None:
         """End uses that are still open because a part of the graph did not run, or an exception was raised."""
         self.order.pending.clear()
@@ -338,6 +345,7 @@ class UseScheduler:
         if self._open and not internals.runs_in_backward() and not any(running):
             self.end_all()
 
+    @_one_at_a_time
     def forget_open(self) -> None:
         """Forget all open uses, because the manager is closed."""
         self._open.clear()

@@ -34,10 +34,9 @@ class OffloadStatistics:
     @property
     def seconds_waited(self) -> float:
         """Seconds that the computation has waited for copies to the device."""
-        for begin, end in self._events:
+        for _, end in self._events:
             end.synchronize()
-            self._waited += begin.elapsed_time(end) / 1000.0
-        self._events = []
+        self._add_finished_events()
         return self._waited
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,9 +98,15 @@ class OffloadStatistics:
             self._waited += time.perf_counter() - begin
             return
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
+        stream = torch.cuda.current_stream(device)
+        first.record(stream)
         yield
-        last.record()
+        last.record(stream)
         self._events.append((first, last))
         if len(self._events) > 1000:
-            _ = self.seconds_waited
+            self._add_finished_events()
+
+    def _add_finished_events(self) -> None:
+        """Add the waits that have ended on the GPU to the seconds, without waiting for the others."""
+        self._waited += sum(begin.elapsed_time(end) / 1000.0 for begin, end in self._events if end.query())
+        self._events = [(begin, end) for begin, end in self._events if not end.query()]

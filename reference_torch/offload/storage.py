@@ -101,8 +101,7 @@ def storage_of(tensor: Tensor) -> "OffloadedStorage | None":
 def host_value(tensor: Tensor) -> Tensor:
     """Return a tensor with the current bytes of ``tensor`` that can be read or written without a fetch.
 
-    It is the host copy if the storage is on the host, else the tensor itself. A copy that is on its way ends first; it
-    would otherwise bring the bytes from before a write.
+    It is the host copy if the storage is on the host, after every copy from or to it has ended, else the tensor itself.
     """
     storage = storage_of(tensor)
     if storage is None:
@@ -160,6 +159,8 @@ class OffloadedStorage:
         """True if ``detach`` may return an empty alias, which the caller then replaces."""
         self._incoming: tuple[UntypedStorage, Copy] | None = None
         self._outgoing: Copy | None = None
+        self._last_copy: Copy | None = None
+        """The last copy from or to the host, which may still run on a GPU after wait(); copies run in order."""
         self._is_on_device = True
         self._copied_at = self._version if host is None else ()
         """Version counters at the last copy between host and device; (): the tensors may have changed since."""
@@ -265,9 +266,10 @@ class OffloadedStorage:
         """
         self._check_storage()
         before = self._copied_at
-        written = self.write_back() if self.is_changed else self._outgoing
-        if written is not None:
-            written.synchronize()
+        if self.is_changed:
+            self.write_back()
+        if self._last_copy is not None:  # it may still write the bytes that the caller reads, or read those it writes
+            self._last_copy.synchronize()
         if before == ():  # a holder that wrote it undetected may do so again
             self._copied_at = before
         with torch.inference_mode(False):
@@ -299,13 +301,15 @@ class OffloadedStorage:
                 written.wait()
             except OffloadError:
                 self._copied_at = ()  # the next eviction copies it again
+                self._last_copy = None
             return 0
         if internals.HAS_SWAP:
             target = UntypedStorage(self.nbytes, device=self._link.device)
         else:
             self.device_storage.resize_(self.nbytes)
             target = self.device_storage
-        self._incoming = target, self._link.copy(target, self.host)
+        self._last_copy = self._link.copy(target, self.host)
+        self._incoming = target, self._last_copy
         return self.nbytes
 
     def wait_for_copies(self) -> None:
@@ -319,7 +323,11 @@ class OffloadedStorage:
             return
         target, copied = self._incoming
         self._incoming = None
-        copied.wait()
+        try:
+            copied.wait()
+        except OffloadError:
+            self._last_copy = None
+            raise
         if target is not self.device_storage:
             refill_storage(self.device_storage, target, exclusive=True)
         self._is_on_device = True
@@ -356,13 +364,15 @@ class OffloadedStorage:
         except OffloadError:
             self._is_on_device = True  # only the device has valid bytes
             self._copied_at = ()
+            self._last_copy = None
             raise
         self._empty()
 
     def write_back(self) -> Copy:
         """Start to update the host copy; the caller waits for it before it uses either storage."""
         self._copied_at = self._version
-        return self._link.copy(self.host, self.device_storage)
+        self._last_copy = self._link.copy(self.host, self.device_storage)
+        return self._last_copy
 
     def release(self) -> None:
         """Move the storage to the device permanently, even after a failed copy."""
@@ -376,6 +386,7 @@ class OffloadedStorage:
 
     def unguard(self) -> None:
         """Make the tensors ordinary tensors, because their layer is in use."""
+        self.may_be_detached = False  # still True if an error has ended a state_dict
         for tensor in self.tensors:
             if isinstance(tensor, _Offloaded):
                 vars(tensor).pop("_storage")

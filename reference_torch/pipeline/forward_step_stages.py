@@ -84,8 +84,8 @@ class ForwardStepStages:
             vp_stage,
             last,
         )
-        self.num_tokens = self.num_tokens.to(tokens.device) + tokens
         if last:
+            self.num_tokens = self.num_tokens.to(tokens.device) + tokens
             self._reported_microbatches.append(action.microbatch)
         else:
             self._check_output(output, stage)

@@ -170,7 +170,7 @@ class _Convolution:
         return self._gradients(gradient, x, weight, [True, False, False])[0]
 
     def weight_gradient(self, x: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
-        return self._gradients(gradient, x, parameter.to(x.dtype), [False, True, False])[1]
+        return self._gradients(gradient, x, torch.empty_like(parameter, dtype=x.dtype), [False, True, False])[1]
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         return gradient.sum([0, *range(2, gradient.dim())])

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from diptych.plans.offload import Use, plan_offload
 from reference_torch.offload import OffloadError, TensorOffloadManager
@@ -390,3 +391,43 @@ def test_optimizers_that_may_combine_parameters_are_refused_by_name(make, words,
         manager.step(optimizer)
     if words != "LBFGS":
         manager.step(optimizer, is_per_parameter=True)
+
+
+def test_step_hooks_of_all_optimizers_are_refused_too(managers):
+    model = build()
+    manager = managers(model, 1)
+    hook = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        with pytest.raises(OffloadError, match="SGD with step hooks"):
+            manager.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    finally:
+        hook.remove()
+    manager.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_failed_copy_to_the_host_leaves_the_other_layers_moving(managers):
+    """The second layer's device memory is released although the first layer's copy failed."""
+    model = build()
+    manager = managers(model, LAYERS)
+    residency = manager._residency
+    manager.require(0), manager.require(1)
+    for number in (0, 1):
+        residency.layers[number].note_change()
+        residency.evict(number)
+    storages = residency.layers[0].storages
+    copied = storages[0]._outgoing
+    copied._done.wait()
+    copied.error = RuntimeError("lost")
+    with pytest.raises(OffloadError, match="lost"):
+        residency.finish_eviction()
+    assert all(storage.device_bytes == 0 for storage in [*storages[1:], *residency.layers[1].storages])
+    assert storages[0].is_on_device
+
+
+def test_layers_that_do_not_move_have_no_uses_in_the_statistics(managers):
+    model = build()
+    manager = managers(model, 1, **ALL)
+    train(model, 2, manager)
+    stats = manager.stats
+    assert (stats["hits"], stats["misses"], stats["peak_layers"], stats["peak_bytes"]) == (0, 0, 0, 0)
+    assert stats["bytes_out"] > 0
