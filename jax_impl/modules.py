@@ -142,7 +142,7 @@ class RMSNorm(nnx.Module):
         specs: dict[str, ParameterSpec] | None = None,
         epsilon: float | None = None,
     ) -> None:
-        self.epsilon = epsilon or config.layernorm_epsilon
+        self.epsilon = config.layernorm_epsilon if epsilon is None else epsilon
         spec = (specs or norm_spec(config))["weight"]
         self.offset = spec.offset
         self.weight = parameter(config, f"{name}.weight", spec)

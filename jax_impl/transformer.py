@@ -202,13 +202,13 @@ class TransformerBlock(nnx.Module):
             hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
 
         hidden_states = name_value(hidden_states, "residual_streams")
-        if context.aux_loss is not None:
-            hidden_states = self._run_with_aux_loss(hidden_states, context, context.aux_loss)
-        elif context.cache is not None:  # nothing is saved for backward
+        if context.cache is not None:  # without recompute, because a replay would add its tokens to the cache again
             for number in sorted(map(int, self.layers)):
                 layer = self.layers[str(number)]
                 layer = copy_to_device(layer) if offloads_layers(self.config) else layer
                 hidden_states = layer(hidden_states, context)
+        elif context.aux_loss is not None:
+            hidden_states = self._run_with_aux_loss(hidden_states, context, context.aux_loss)
         elif offloads_layers(self.config):
             hidden_states = self._run_offloaded(hidden_states, context)
         else:

@@ -49,7 +49,7 @@ def causal_attention(
     allowed = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     if attention_mask is not None:
         allowed = (allowed & attention_mask)[:, None]
-    low = torch.finfo(q.dtype).min
+    low = torch.finfo(q.dtype).min / 2  # half, because the sum with a score must be finite in float16
     bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, low)
     bias = bias.unsqueeze(-3).expand(*bias.shape[:-2], share, length, length)
     if attention_mask is not None:

@@ -144,7 +144,7 @@ class RMSNorm(nn.Module):
         epsilon: float | None = None,
     ) -> None:
         super().__init__()
-        self.epsilon = epsilon or config.layernorm_epsilon
+        self.epsilon = config.layernorm_epsilon if epsilon is None else epsilon
         spec = (specs or norm_spec(config))["weight"]
         self.offset = spec.offset
         self.weight = parameter(config, f"{name}.weight", spec)

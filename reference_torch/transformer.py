@@ -226,6 +226,7 @@ class TransformerBlock(nn.Module):
         if hyper and self.pre_process:
             hidden_states = HyperConnectionModule.input_expand(hidden_states, streams)
         hidden_states = name_value(hidden_states, "residual_streams")
+        recomputes = self.training and context.cache is None  # a replay would add its tokens to the cache again
         for block in self.blocks:
 
             def run(hidden_states: Tensor, recompute: BlockRecomputation, block: RecomputeBlock = block) -> Tensor:
@@ -233,7 +234,7 @@ class TransformerBlock(nn.Module):
                     hidden_states = self.layers[str(number)](hidden_states, context._replace(recompute=recompute))
                 return hidden_states
 
-            hidden_states = run_block(block, run, hidden_states, self.training)
+            hidden_states = run_block(block, run, hidden_states, recomputes)
         if self.final_layernorm is None:
             return hidden_states
         if self.hyper_connection_head is not None:

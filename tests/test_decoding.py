@@ -94,6 +94,30 @@ def test_prefill_and_single_steps_are_the_whole_forward(backend, variant):
     assert np.abs(expected).max() > 1e-3
 
 
+RECOMPUTED_EXPERTS = dict(num_moe_experts=2, moe_ffn_hidden_size=16, moe_aux_loss_coeff=0.1, hidden_dropout=0.0, num_layers=2)
+RECOMPUTED_EXPERTS |= VARIANTS["whole layers recomputed"]
+
+
+@pytest.mark.parametrize("backend", TORCH_DAILY)
+def test_a_cache_is_filled_once_with_recompute_and_experts(backend):
+    """In training mode, too, whose replay would otherwise add the tokens again."""
+    for pattern in ("attention", "gdn"):
+        model = backend_module(backend, "transformer").GPTModel(
+            replace(CONFIG, layer_pattern=f"{pattern}+moe", **RECOMPUTED_EXPERTS)
+        )
+        cache = backend_module(backend, "cache").empty_cache(model.config, len(TOKENS))
+        if backend == "torch":
+            weight = model.decoder.layers["0"].self_attention.linear_proj.weight
+            found = torch.autograd.grad(model(torch.from_numpy(TOKENS), cache=cache).square().sum(), weight)[0].numpy()
+            expected = torch.autograd.grad(model(torch.from_numpy(TOKENS)).square().sum(), weight)[0].numpy()
+        else:
+            found, filled = nnx.jit(lambda m, x, c: (m(x, cache=c), c))(model, jnp.asarray(TOKENS), cache)
+            model(jnp.asarray(TOKENS), cache=cache)
+            assert np.array_equal(cache.layers[1][1], filled.layers[1][1])
+            expected = at_once("jax", model, TOKENS)
+        assert relative_difference(np.asarray(found), np.asarray(expected)) < 1e-12, pattern
+
+
 @given(cuts=st.sets(st.integers(1, 19)), pattern=st.sampled_from(["kda", "gdn", "kda,attention", "attention,gdn"]))
 @example(cuts=set(range(1, 20)), pattern="kda,attention")
 @example(cuts={2, 4}, pattern="gdn")

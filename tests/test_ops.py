@@ -76,6 +76,16 @@ def test_attention_is_causal_to_the_last_bit(backend, name):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_an_allowed_token_are_0_in_float16(backend):
+    """The score of a token that is not allowed is -40, which added to the smallest float16 would be infinite."""
+    q, k, v = (np.full((1, 3, 1, 4), sign * size, np.float16) for sign, size in ((-1, 4), (1, 5), (1, 1)))
+    allowed = np.tril(np.ones((1, 3, 3), bool))
+    allowed[0, 1] = False
+    found = call(backend, backend_module(backend, "ops").causal_attention, q, k, v, allowed)
+    assert np.array_equal(found[0, :, 0, 0], [1, 0, 1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rotary_embedding_turns_pairs(backend):
     x, base = normal(0, 2, 5, 3, 8), 100.0
     positions = np.array([0, 3, 4, 10, 1000])

@@ -68,7 +68,7 @@ class JaxBackend(Functions):
         if jax.default_backend() == "cpu":
             block = tuning.first(build)
         else:
-            block = tuning.choose(build, sizes, jax.devices()[0].device_kind, partial(measure, inputs=inputs))
+            block = tuning.choose(build, sizes, jax.local_devices()[0].device_kind, partial(measure, inputs=inputs))
         return run(build(block, **sizes), *inputs)
 
     def cast(self, x: Array, dtype: str) -> Array:
