@@ -311,11 +311,10 @@ class _Execution:
         return self._run_program_of(row.weights_stage, run, result)
 
     def _place_buffer(self, name: str, buffer: Array) -> Array:
-        """Return a buffer, on the host if its values are to be offloaded and its entries are large enough."""
-        entry_bytes = buffer[0].size * buffer.dtype.itemsize
-        if not name.startswith(MOVING) or entry_bytes < self.stages.min_offload_bytes:
+        """Return a buffer, on the host if its values are offloaded, and count its entries in ``moved``."""
+        if not name.startswith(MOVING):
             return buffer
-        self.moved.note(entry_bytes)
+        self.moved.note(buffer[0].size * buffer.dtype.itemsize)
         return jax.device_put(buffer, jax.memory.Space.Host)
 
     def _store_residuals(self, buffers: dict[str, Array], entry: Array, values: dict[str, Array]) -> dict[str, Array]:

@@ -314,8 +314,6 @@ class ModuleStages:
         ValueError: an output or the loss is not as expected.
     """
 
-    min_offload_bytes = 0
-
     def __init__(
         self,
         users: Sequence[UserStage],

@@ -56,10 +56,12 @@ class OffloadedPipeline:
             if number is not None:
                 self._sizes[number][str(index)] = leaf.nbytes // leaf.shape[0]
         layers = self._layers_of_positions()
-        self.plans = [
-            join_plans([plan_actions(config, num_microbatches, rank), self._plan_update(of_rank)])
-            for rank, of_rank in enumerate(layers)
+        replays_stages = step.saves == "inputs"
+        actions = [
+            plan_actions(config, num_microbatches, rank, replays_stages=replays_stages) for rank in range(len(layers))
         ]
+        updates = map(self._plan_update, layers)
+        self.plans = [join_plans(plans) for plans in zip(actions, updates, strict=True)]
         self._evaluations = [
             plan_actions(config, num_microbatches, rank, forward_only=True) for rank in range(len(layers))
         ]

@@ -61,14 +61,15 @@ class StageProgram(ABC):
         del task, x
         return {}
 
-    def offloads(self, layer: int | None, name: str | None) -> bool:
+    def offloads(self, layer: int | None, name: str | None, nbytes: int) -> bool:
         """Return True if a value that a layer saves for backward moves to the host.
 
         Args:
             layer: number of the layer, in the stage from which the program was made; None: outside of layers.
             name: name of the value; None: it has none.
+            nbytes: its bytes.
         """
-        del layer, name
+        del layer, name, nbytes
         return False
 
     def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,11 +109,6 @@ class StagePrograms(Protocol):
     @property
     def first_layers(self) -> Sequence[int]:
         """Number of the first layer of each stage."""
-        ...
-
-    @property
-    def min_offload_bytes(self) -> int:
-        """Smallest size in bytes at which a buffer entry of saved values moves to the host."""
         ...
 
     @property

@@ -213,7 +213,7 @@ class StageAutodiff:
         varies = varies._replace(batch=task.batch.varying(), state=state)
         names = {len(jax.tree.leaves(task)): LAYER_INPUT}
         found = varying_leaves(leaves, (task, x), (varies, jax.tree.map(lambda _: True, x)), names)
-        moving = [leaf for leaf in found if program.offloads(leaf.layer, leaf.name)]
+        moving = [leaf for leaf in found if _offloads(program, leaf)]
         return _Leaves([leaf for leaf in found if leaf not in moving], moving)
 
     def _find_products(self, program: StageProgram, task: Task, x: Any) -> DeferredProducts:
@@ -228,6 +228,11 @@ class StageAutodiff:
             loss = jax.eval_shape(lambda: self._pull_back(program, task, x)[0])
             gradient = _zeros(loss, x)
         return DeferredProducts(backward, task, x, residuals, gradient)
+
+
+def _offloads(program: StageProgram, leaf: Any) -> bool:
+    """Return True if a saved leaf of a pull-back moves to the host."""
+    return program.offloads(leaf.layer, leaf.name, leaf.like.size * leaf.like.dtype.itemsize)
 
 
 def differentiable(tree: Any) -> Any:

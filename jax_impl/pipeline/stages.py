@@ -224,14 +224,17 @@ class Program(StageProgram):
         jax.eval_shape(run, task, x)
         return taps.shapes
 
-    def offloads(self, layer: int | None, name: str | None) -> bool:
+    def offloads(self, layer: int | None, name: str | None, nbytes: int) -> bool:
         """Return True if a value that a layer saves for backward moves to the host.
 
         Args:
             layer: number of a layer, in the stage from which the program was made; None: embedding and head, whose
                 values move if all values of all layers do.
             name: name of the value; None: it has none.
+            nbytes: its bytes.
         """
+        if nbytes < self.config.activation_offload_min_bytes:
+            return False
         if layer is None or self.config.activation_offload_layers is None:
             return self.config.enable_activation_offload and self.config.activation_offload_layers is None
         return is_offloaded(name, self.config.layer(layer).offload)
@@ -299,11 +302,6 @@ class Stages:
     loss_weight: None = None
     """Gradients are those of the mean of the microbatches' losses."""
     collects_losses: bool = True
-
-    @property
-    def min_offload_bytes(self) -> int:
-        """Smallest size in bytes at which a buffer entry of saved values moves to the host."""
-        return self.config.activation_offload_min_bytes
 
     def gradient_dtype(self, parameter: Array) -> DTypeLike:
         """Return the type in which gradients are summed, also those of rounded parameters."""

@@ -87,7 +87,7 @@ CASES = {
 SLOW = {
     "split, unlike": (offloaded(replace(PLAIN, **MIXED, **STREAMS, **RECOMPUTED, **SPLIT), 1, True), 3, {}),
     "stages twice, unlike": (offloaded(replace(PLAIN, **MIXED, **TORN)), 2, {}),
-    "inputs kept, recomputed": (offloaded(replace(PLAIN, **STREAMS, **RECOMPUTED), 0), 3, {"keep": "inputs"}),
+    "inputs kept, recomputed": (offloaded(replace(PLAIN, **STREAMS, **RECOMPUTED), 0), 3, {"saves": "inputs"}),
     "activations alone, fused": (replace(PLAIN, **MIXED, **MOVED), 4, {"slots": "fused"}),
     "replicas": (offloaded(replace(PLAIN, **UNEVEN, **STREAMS), 1, True), 2, {"sizes": (2, 2)}),
     "a rank without layers": (
@@ -131,24 +131,26 @@ def test_gradients_are_those_without_offload_in_more_ways(case):
 
 
 @pytest.mark.parametrize(
-    ("flags", "ahead"),
+    ("flags", "ahead", "saves"),
     [
-        ({**TWICE, "num_layers": 6, "pipeline_model_parallel_layout": "Ett|t|t|ttL", **MIXED}, 1),
+        ({**TWICE, "num_layers": 6, "pipeline_model_parallel_layout": "Ett|t|t|ttL", **MIXED}, 1, "residuals"),
+        ({**UNEVEN, **MIXED}, 1, "inputs"),
         pytest.param(
             {**SPLIT, **STREAMS, **RECOMPUTED, "num_layers": 5, "pipeline_model_parallel_layout": "Ettt|ttL"},
             0,
+            "residuals",
             marks=pytest.mark.slow,
         ),
         *(
-            pytest.param({**STREAMS, **flags}, ahead, marks=pytest.mark.slow)
+            pytest.param({**STREAMS, **flags}, ahead, "residuals", marks=pytest.mark.slow)
             for flags, ahead in ((RECOMPUTED, 9), (SPLIT, 1), ({**TWICE, **RECOMPUTED, "num_layers": 8}, 2))
         ),
     ],
 )
-def test_branches_move_what_the_plan_says(flags, ahead):
+def test_branches_move_what_the_plan_says(flags, ahead, saves):
     """Of every action, read from the compiled table's branches: the fetches, in order, and nothing else."""
     config = offloaded(replace(PLAIN, **flags), ahead)
-    step, params, batch = made(config, 4)
+    step, params, batch = made(config, 4, saves=saves)
     program = jax.make_jaxpr(step._run)(params, step._batch(*batch))
     positions = positions_of(params)
     order = list(dict.fromkeys(each for each in positions if each is not None))
@@ -169,7 +171,7 @@ def test_branches_move_what_the_plan_says(flags, ahead):
             if of == rank
         }
         for action in actions:
-            uses = action_uses(config, action, rank)
+            uses = action_uses(config, action, rank, replays_stages=saves == "inputs")
             steps = plan_offload(uses, layer_storages(config), ahead, then=()).moves
             events = [[*(f"+{slot_of[layer]}" for layer in s.fetches), str(s.use)] for s in steps]
             if uses:
@@ -208,10 +210,15 @@ def test_slots_of_activations_lie_on_the_host():
     step.lower(params, *batch)
     assert step.moved.arrays == 2, "token ids, and all else"
     assert step.moved.bytes > 1000
-    few = replace(config, activation_offload_min_bytes=step.moved.bytes + 1)
-    step, params, batch = made(few, 3)
+    assert moved_by(few := replace(config, activation_offload_min_bytes=1000)) > 0
+    assert moved_by(few) < step.moved.bytes, "each value is compared, not the slot of all"
+    assert moved_by(replace(config, activation_offload_min_bytes=step.moved.bytes + 1)) == 0
+
+
+def moved_by(config: TransformerConfig) -> int:
+    step, params, batch = made(config, 3)
     step.lower(params, *batch)
-    assert step.moved.arrays == 0
+    return step.moved.bytes
 
 
 def test_values_of_some_layers_lie_on_the_host():

@@ -107,19 +107,22 @@ def join_plans(plans: Sequence[OffloadPlan]) -> OffloadPlan:
 
 
 def plan_actions(
-    config: TransformerConfig, num_microbatches: int, pp_rank: int = 0, forward_only: bool = False
+    config: TransformerConfig,
+    num_microbatches: int,
+    pp_rank: int = 0,
+    forward_only: bool = False,
+    replays_stages: bool = False,
 ) -> OffloadPlan:
     """Plan the moves on a rank whose copies do not overlap from one action of the schedule to the next.
 
     This is the case if an action is a branch of a compiled program, which must finish all its copies. The first layer
-    of every action is then a miss, and the others are prefetched. See rank_uses for the arguments.
+    of every action is then a miss, and the others are prefetched. See rank_uses and action_uses for the arguments.
     """
     storages = layer_storages(config)
     ahead = config.tensor_offload_num_prefetch_layers
     actions = schedule_for(config, num_microbatches, forward_only).actions[pp_rank]
-    return join_plans(
-        [plan_offload(action_uses(config, action, pp_rank), storages, ahead, then=()) for action in actions]
-    )
+    uses = [action_uses(config, action, pp_rank, replays_stages) for action in actions]
+    return join_plans([plan_offload(each, storages, ahead, then=()) for each in uses])
 
 
 def check_num_prefetch_layers(number: int) -> None:

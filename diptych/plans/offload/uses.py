@@ -89,15 +89,26 @@ def rank_uses(
     return [use for action in actions for use in action_uses(config, action, pp_rank)]
 
 
-def action_uses(config: TransformerConfig, action: Action, pp_rank: int = 0) -> list[Use]:
-    """Return the uses of one action of a rank; W uses no parameters."""
-    if action.kind == "W":
+def action_uses(
+    config: TransformerConfig, action: Action, pp_rank: int = 0, replays_stages: bool = False
+) -> list[Use]:
+    """Return the uses of one action of a rank; W uses no parameters.
+
+    Args:
+        config: the model and its parallelism.
+        action: the action.
+        pp_rank: pipeline rank.
+        replays_stages: True if a stage saves only its input, so that its backward begins with its forward. The last
+            stage then has no other forward.
+    """
+    stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    is_forward = action.kind == "F"
+    if action.kind == "W" or (is_forward and replays_stages and action.stage == stages - 1):
         return []
     vp_stage = action.stage // config.pipeline_model_parallel_size
     layers = stage_layers(config, vp_stage, pp_rank)
-    forward = action.kind == "F"
     blocks = recompute_blocks(config, vp_stage, pp_rank)
-    return pass_uses(layers, not forward, blocks, forward, action.microbatch)
+    return pass_uses(layers, not is_forward, blocks, is_forward or replays_stages, action.microbatch)
 
 
 def rank_layers(config: TransformerConfig, pp_rank: int = 0) -> list[int]:
