@@ -94,8 +94,10 @@ def test_prefill_and_single_steps_are_the_whole_forward(backend, variant):
     assert np.abs(expected).max() > 1e-3
 
 
-RECOMPUTED_EXPERTS = dict(num_moe_experts=2, moe_ffn_hidden_size=16, moe_aux_loss_coeff=0.1, hidden_dropout=0.0, num_layers=2)
-RECOMPUTED_EXPERTS |= VARIANTS["whole layers recomputed"]
+RECOMPUTED_EXPERTS = dict(
+    num_moe_experts=2, moe_ffn_hidden_size=16, moe_aux_loss_coeff=0.1, hidden_dropout=0.0, num_layers=2
+)
+RECOMPUTED_EXPERTS |= {"num_layers": 2, **VARIANTS["whole layers recomputed"]}
 
 
 @pytest.mark.parametrize("backend", TORCH_DAILY)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 
-
 T = TypeVar("T")
 
 

@@ -89,9 +89,7 @@ def rank_uses(
     return [use for action in actions for use in action_uses(config, action, pp_rank)]
 
 
-def action_uses(
-    config: TransformerConfig, action: Action, pp_rank: int = 0, replays_stages: bool = False
-) -> list[Use]:
+def action_uses(config: TransformerConfig, action: Action, pp_rank: int = 0, replays_stages: bool = False) -> list[Use]:
     """Return the uses of one action of a rank; W uses no parameters.
 
     Args:
