@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Float, Integer
 
 from diptych.plans.config import TransformerConfig
-from diptych.plans.model.delta_rule import compute_dtype
+from diptych.plans.model.delta_rule import accumulation_dtype
 from jax_impl.ops import masked_attention
 
 
@@ -79,7 +79,7 @@ def empty_cache(config: TransformerConfig, batch: int) -> DecodingCache:
         tail = batch, config.linear_conv_kernel_dim - 1, 2 * heads * key + value_heads * value
         state = batch, value_heads, key, value
         layers[number] = DeltaRuleState(
-            jnp.zeros(tail, config.compute_dtype), jnp.zeros(state, compute_dtype(config.compute_dtype))
+            jnp.zeros(tail, config.compute_dtype), jnp.zeros(state, accumulation_dtype(config.compute_dtype))
         )
     return DecodingCache(batch, 0, layers)
 

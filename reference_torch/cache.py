@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diptych.plans.config import TransformerConfig
-from diptych.plans.model.delta_rule import compute_dtype
+from diptych.plans.model.delta_rule import accumulation_dtype
 from reference_torch.ops import masked_attention
 
 
@@ -77,7 +77,7 @@ def empty_cache(config: TransformerConfig, batch: int, device: torch.device | st
             continue
         tail = batch, config.linear_conv_kernel_dim - 1, 2 * heads * key + value_heads * value
         state = batch, value_heads, key, value
-        wide = getattr(torch, compute_dtype(config.compute_dtype))
+        wide = getattr(torch, accumulation_dtype(config.compute_dtype))
         layers[number] = DeltaRuleState(
             torch.zeros(tail, dtype=dtype, device=device), torch.zeros(state, dtype=wide, device=device)
         )

@@ -194,7 +194,7 @@ SHARED = {"recompute": ("name_value", "residual_report", "SavedValue", "recomput
 _POLICY = "PyTorch hands its recompute manager on; JAX recomputes by the policy of jax.checkpoint around the layers"
 _CARRY = "PyTorch changes a dictionary of states; JAX carries one state and an array that is only written"
 ALLOWED_DIFFERENCES = {
-    **dict.fromkeys(("scan.Sequences", "scan.sequences_of", "scan.States", "scan.scan_chunks"), _CARRY),
+    **dict.fromkeys(("scan.ChunkSequences", "scan.chunk_sequences", "scan.States", "scan.scan_chunks"), _CARRY),
     "scan.scan_chunks_backward": _CARRY,
     "hyper_connections.HyperConnectionModule.__call__(mhc_recompute_manager)": _POLICY,
     "hyper_connections.HyperConnectionModule.apply_h_post_with_checkpoint": _POLICY,

@@ -1,8 +1,9 @@
 """The part of a chunk that does not depend on the state: decayed products of its tokens, and the WY representation.
 
-With G the cumulative sum of g from the first token of the chunk, for i >= j:
+With q scaled, and G the cumulative sum of g from the first token of the chunk:
 
-    A_qk[i, j] = sum_c q_i k_j exp(G_i - G_j),    A_kk: the same with k_i for q_i, for i > j
+    A_qk[i, j] = sum over c of q_ic k_jc exp(G_ic - G_jc)   for i >= j, else 0
+    A_kk[i, j] = sum over c of k_ic k_jc exp(G_ic - G_jc)   for i > j, else 0
     (I + diag(beta) A_kk) [w | u] = diag(beta) [exp(G) k | v]
 
 w and u are the WY representation of the chunk, computed by the UT transform (I + diag(beta) A_kk)^-1 diag(beta) (Yang
@@ -11,12 +12,12 @@ et al. 2024, arXiv 2406.06484). The beta-weighted prediction errors of a chunk w
 
 Every exponent is computed as a sum of log decays between two tokens, not as a difference of two sums. So no exponent is
 positive and nothing overflows, and an earlier strong decay costs no digits. No output depends on a later token, even if
-that token is not finite (lower_product).
+that token is not finite (lower_product); in the kernels, such a token makes its whole chunk not finite.
 
 Reference: arXiv 2412.06464, section 3.3; arXiv 2510.26692, section 3. The papers anchor sub-chunks of 16 at their first
-token. Here blocks double in size: the queries of a block and the keys of the block before are decayed to the border
-between the two. The system is solved by substitution, because the powers of A_kk in a Neumann series overflow for equal
-keys.
+token, as the kernels do (products.py). Here blocks double in size: the queries of a block and the keys of the block
+before are decayed to the border between the two. The inverse is computed by recursive 2 x 2 block inversion, because
+the powers of A_kk in a Neumann series overflow for equal keys.
 """
 
 from typing import NamedTuple
@@ -65,7 +66,7 @@ def chunk_terms(
     """
     a_qk, a_kk = (_products_by_channel if g.shape[-1] > 1 else _products_by_head)(q, k, g)
     from_start = jnp.exp(jnp.cumsum(g, -2))
-    to_end = jnp.exp(_sums_after(g))
+    to_end = jnp.exp(_reverse_cumsum_exclusive(g))
     inverse = _inverse(beta * a_kk)
     right = jnp.concatenate([beta * from_start * k, beta * v], -1)
     w, u = jnp.split(lower_product(inverse, right), [k.shape[-1]], -1)
@@ -90,15 +91,19 @@ def lower_product(lower: Float[Array, "*b c c"], x: Float[Array, "*b c v"]) -> F
 
 @jax.custom_vjp
 def _inverse(a: Float[Array, "n r c c"]) -> Float[Array, "n r c c"]:
-    """Return (I + a)^-1 of a strictly lower triangular a, by substitution; backward reuses the inverse.
+    """Return (I + a)^-1 of a strictly lower triangular a, by merging diagonal blocks of doubling size.
 
-    Two blocks at a time are merged: [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. On a CPU,
-    jax.lax.linalg.triangular_solve can deadlock in a large program (jaxlib 0.10.2, two threads).
+    Backward reuses the inverse. Two blocks at a time are merged:
+
+        [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]
+
+    On a CPU, jax.lax.linalg.triangular_solve can deadlock in a large program (jaxlib 0.10.2, two threads).
     """
     inverse = match_varying_axes((jnp.ones((*a.shape[:-1], 1, 1), a.dtype), a))[0]
     size = 1
     while size < a.shape[-1]:
         pairs = a.reshape(*a.shape[:-2], a.shape[-1] // (2 * size), 2, size, -1, 2, size)
+        # the lower left block of every pair of diagonal blocks, [..., pairs, size, size]
         below = jnp.moveaxis(jnp.diagonal(pairs[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
         first, second = _halves(inverse)
         inverse = _joined(first, -lower_product(second, below @ first), second)
@@ -120,8 +125,8 @@ def _inverse_backward(inverse: Array, grad: Array) -> tuple[Array]:
 _inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
-def _sums_after(g: Float[Array, "*b c k"]) -> Float[Array, "*b c k"]:
-    """Return the sum over the later tokens, for every token."""
+def _reverse_cumsum_exclusive(g: Float[Array, "*b c k"]) -> Float[Array, "*b c k"]:
+    """Return the exclusive reverse cumulative sum over tokens: for each token, the sum over the later ones."""
     later = jnp.concatenate([g[..., 1:, :], jnp.zeros_like(g[..., :1, :])], -2)
     return jax.lax.cumsum(later, later.ndim - 2, reverse=True)
 
@@ -145,8 +150,9 @@ def _products_by_channel(q: Array, k: Array, g: Array) -> tuple[Array, Array]:
         early, late = _halves(_blocks(g, size))
         keys = _halves(_blocks(k, size))[0]
         rows = _halves(_blocks(queries, size))[1]
-        keys = keys * jnp.exp(_sums_after(early))
+        keys = keys * jnp.exp(_reverse_cumsum_exclusive(early))
         rows = rows * jnp.exp(jnp.cumsum(late, -2))[..., None, :, :, :]
+        # [[first, 0], [below, second]], with the tokens of below decayed since and to the border of the two blocks
         first, second = _halves(products)
         products = _joined(first, rows @ keys.mT[..., None, :, :, :], second)
         size *= 2

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Integer
 from jax_impl.delta_rule.intra import ChunkTerms, lower_product
 
 
-class Scanned(NamedTuple):
+class ScanResult(NamedTuple):
     """The results of a scan that outputs and backward need."""
 
     chunk_states: Float[Array, "n r k v"]
@@ -31,21 +31,21 @@ class Scanned(NamedTuple):
     """Beta-weighted prediction errors of the tokens."""
 
 
-class Sequences(NamedTuple):
+class ChunkSequences(NamedTuple):
     """The sequence of each of n chunks."""
 
-    owner: Integer[Array, " n"]
-    """Number of the sequence."""
+    sequence_ids: Integer[Array, " n"]
+    """Index of the sequence."""
     is_first: Bool[Array, " n"]
     """True for the first chunk of a sequence."""
     is_last: Bool[Array, " n"]
     """True for the last chunk of a sequence."""
 
 
-def sequences_of(owner: Integer[Array, " n"]) -> Sequences:
-    """Return the Sequences of all chunks, which are ordered by sequence."""
-    changes = jnp.concatenate([jnp.ones(1, bool), owner[1:] != owner[:-1], jnp.ones(1, bool)])
-    return Sequences(owner, changes[:-1], changes[1:])
+def chunk_sequences(sequence_ids: Integer[Array, " n"]) -> ChunkSequences:
+    """Return the ChunkSequences of all chunks, which are ordered by sequence."""
+    changes = jnp.concatenate([jnp.ones(1, bool), sequence_ids[1:] != sequence_ids[:-1], jnp.ones(1, bool)])
+    return ChunkSequences(sequence_ids, changes[:-1], changes[1:])
 
 
 class States(NamedTuple):
@@ -59,19 +59,19 @@ class States(NamedTuple):
     finals: Float[Array, "s r k v"] | None
     """State of each sequence after its chunks so far, or its initial state; None: not needed."""
 
-    def after(self, owner: Array, end: Array) -> "States":
+    def after(self, sequence: Array, end: Array) -> "States":
         """Return the carry after a chunk.
 
         Args:
-            owner: number of the chunk's sequence. []
+            sequence: index of the chunk's sequence. []
             end: state after the chunk. [R, K, V]
         """
-        return States(end, None if self.finals is None else self.finals.at[owner].set(end))
+        return States(end, None if self.finals is None else self.finals.at[sequence].set(end))
 
 
 def scan_chunks(
-    terms: ChunkTerms, sequences: Sequences, initial: Float[Array, "s r k v"] | None, states: States
-) -> tuple[Scanned, States]:
+    terms: ChunkTerms, sequences: ChunkSequences, initial: Float[Array, "s r k v"] | None, states: States
+) -> tuple[ScanResult, States]:
     """Scan the states of sequences over their chunks.
 
     Args:
@@ -84,26 +84,26 @@ def scan_chunks(
         Values for outputs and backward, and the states after these chunks.
     """
 
-    def step_forward(states: States, chunk: tuple[Any, ...]) -> tuple[States, Scanned]:
-        (owner, is_first, _), w, u, k_to_end, decay = chunk
-        start = jnp.where(is_first, 0 if initial is None else initial[owner], states.current)
+    def step_forward(states: States, chunk: tuple[Any, ...]) -> tuple[States, ScanResult]:
+        (sequence, is_first, _), w, u, k_to_end, decay = chunk
+        start = jnp.where(is_first, 0 if initial is None else initial[sequence], states.current)
         errors = u - w @ start
         end = decay[..., None] * start + k_to_end.mT @ errors
-        return states.after(owner, end), Scanned(start, errors)
+        return states.after(sequence, end), ScanResult(start, errors)
 
     states, scanned = jax.lax.scan(step_forward, states, (sequences, terms.w, terms.u, terms.k_to_end, terms.decay))
     return scanned, states
 
 
-def outputs(terms: ChunkTerms, scanned: Scanned) -> Float[Array, "n r c v"]:
+def outputs(terms: ChunkTerms, scanned: ScanResult) -> Float[Array, "n r c v"]:
     """Return the outputs of all tokens."""
     return terms.q_from_start @ scanned.chunk_states + lower_product(terms.a_qk, scanned.errors)
 
 
 def scan_chunks_backward(
     terms: ChunkTerms,
-    sequences: Sequences,
-    scanned: Scanned,
+    sequences: ChunkSequences,
+    scanned: ScanResult,
     d_output: Float[Array, "n r c v"],
     d_finals: Float[Array, "s r k v"],
     d_states: States,
@@ -120,11 +120,11 @@ def scan_chunks_backward(
     """
 
     def step_backward(d_states: States, chunk: tuple[Any, ...]) -> tuple[States, tuple[Array, Array]]:
-        (owner, _, is_last), d_errors_output, d_start_output, w, k_to_end, decay = chunk
-        d_end = jnp.where(is_last, d_finals[owner], d_states.current)
+        (sequence, _, is_last), d_errors_output, d_start_output, w, k_to_end, decay = chunk
+        d_end = jnp.where(is_last, d_finals[sequence], d_states.current)
         d_errors = d_errors_output + k_to_end @ d_end
         d_start = decay[..., None] * d_end + d_start_output - w.mT @ d_errors
-        return d_states.after(owner, d_start), (d_end, d_errors)
+        return d_states.after(sequence, d_start), (d_end, d_errors)
 
     d_errors_output = terms.a_qk.mT @ d_output  # the parts of both gradients that come from the outputs
     d_start_output = terms.q_from_start.mT @ d_output

@@ -11,8 +11,8 @@ from diptych.plans.model.delta_rule import (
     CHUNK_SIZE,
     ArrayInfo,
     DeltaRuleOptions,
+    accumulation_dtype,
     check_arguments,
-    compute_dtype,
     refuse_unknown_keywords,
 )
 from reference_torch.autograd import is_transformed, refuse_transformed, without_autocast
@@ -310,7 +310,7 @@ def _state_like(arguments: Arguments) -> Tensor:
     """Return a state of zeros [HV, K, V]."""
     q = arguments.q
     v = arguments.v
-    dtype = getattr(torch, compute_dtype(str(q.dtype).removeprefix("torch.")))
+    dtype = getattr(torch, accumulation_dtype(str(q.dtype).removeprefix("torch.")))
     return q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
 
 

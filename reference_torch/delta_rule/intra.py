@@ -1,8 +1,9 @@
 """The part of a chunk that does not depend on the state: decayed products of its tokens, and the WY representation.
 
-With G the cumulative sum of g from the first token of the chunk, for i >= j:
+With q scaled, and G the cumulative sum of g from the first token of the chunk:
 
-    A_qk[i, j] = sum_c q_i k_j exp(G_i - G_j),    A_kk: the same with k_i for q_i, for i > j
+    A_qk[i, j] = sum over c of q_ic k_jc exp(G_ic - G_jc)   for i >= j, else 0
+    A_kk[i, j] = sum over c of k_ic k_jc exp(G_ic - G_jc)   for i > j, else 0
     (I + diag(beta) A_kk) [w | u] = diag(beta) [exp(G) k | v]
 
 w and u are the WY representation of the chunk, computed by the UT transform (I + diag(beta) A_kk)^-1 diag(beta) (Yang
@@ -11,12 +12,12 @@ et al. 2024, arXiv 2406.06484). The beta-weighted prediction errors of a chunk w
 
 Every exponent is computed as a sum of log decays between two tokens, not as a difference of two sums. So no exponent is
 positive and nothing overflows, and an earlier strong decay costs no digits. No output depends on a later token, even if
-that token is not finite (lower_product).
+that token is not finite (lower_product); in the kernels, such a token makes its whole chunk not finite.
 
 Reference: arXiv 2412.06464, section 3.3; arXiv 2510.26692, section 3. The papers anchor sub-chunks of 16 at their first
-token. Here blocks double in size: the queries of a block and the keys of the block before are decayed to the border
-between the two. The system is solved by substitution, because the powers of A_kk in a Neumann series overflow for equal
-keys.
+token, as the kernels do (products.py). Here blocks double in size: the queries of a block and the keys of the block
+before are decayed to the border between the two. The system is solved by substitution, because the powers of A_kk in a
+Neumann series overflow for equal keys.
 """
 
 import math
@@ -73,7 +74,7 @@ def _terms_by_channel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) 
     """Return the terms for one decay per channel; arguments as for chunk_terms."""
     a_qk, a_kk = _products_by_channel(q, k, g)
     from_start = g.cumsum(-2).exp()
-    to_end = _sums_after(g).exp()
+    to_end = _reverse_cumsum_exclusive(g).exp()
     inverse = _Inverse.apply(beta * a_kk)
     right = torch.cat([beta * from_start * k, beta * v], -1)
     w, u = lower_product(inverse, right).split([k.shape[-1], v.shape[-1]], -1)
@@ -124,8 +125,8 @@ def _inverse(a: Float[Tensor, "*b c c"]) -> Float[Tensor, "*b c c"]:
     return torch.linalg.solve_triangular(a, identity, upper=False, unitriangular=True)
 
 
-def _sums_after(g: Float[Tensor, "*b c k"]) -> Float[Tensor, "*b c k"]:
-    """Return the sum over the later tokens, for every token."""
+def _reverse_cumsum_exclusive(g: Float[Tensor, "*b c k"]) -> Float[Tensor, "*b c k"]:
+    """Return the exclusive reverse cumulative sum over tokens: for each token, the sum over the later ones."""
     return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
@@ -147,7 +148,7 @@ class _TermsByHead(torch.autograd.Function):
         a_qk = (q @ k.mT).mul_(decay).tril_()
         a_kk = (k @ k.mT).mul_(decay).tril_(-1)
         from_start = g.cumsum(-2).exp()
-        to_end = _sums_after(g).exp()
+        to_end = _reverse_cumsum_exclusive(g).exp()
         inverse = _inverse(beta * a_kk)
         solution = lower_product(inverse, torch.cat([beta * from_start * k, beta * v], -1))
         ctx.save_for_backward(q, k, v, beta, decay, a_qk, a_kk, from_start, to_end, inverse, solution)
@@ -189,8 +190,9 @@ def _products_by_channel(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tenso
         early, late = g.unflatten(-2, (-1, 2, size)).unbind(-3)
         keys, _ = k.unflatten(-2, (-1, 2, size)).unbind(-3)
         _, rows = queries.unflatten(-2, (-1, 2, size)).unbind(-3)
-        keys = keys * _sums_after(early).exp()
+        keys = keys * _reverse_cumsum_exclusive(early).exp()
         rows = rows * late.cumsum(-2).exp().unsqueeze(-4)
+        # [[first, 0], [below, second]], with the tokens of below decayed since and to the border of the two blocks
         first, second = products.unflatten(-3, (-1, 2)).unbind(-3)
         below = torch.cat([rows @ keys.mT.unsqueeze(-4), second], -1)
         products = torch.cat([F.pad(first, (0, size)), below], -2)

@@ -22,7 +22,7 @@ from torch import Tensor
 from reference_torch.delta_rule.intra import ChunkTerms, lower_product
 
 
-class Scanned(NamedTuple):
+class ScanResult(NamedTuple):
     """The results of a scan that outputs and backward need."""
 
     chunk_states: Float[Tensor, "n r k v"]
@@ -32,15 +32,15 @@ class Scanned(NamedTuple):
 
 
 States = MutableMapping[int, Tensor]
-"""State [R, K, V] of each sequence, by its number."""
+"""State [R, K, V] of each sequence, by its index."""
 
 
-def scan_chunks(terms: ChunkTerms, owners: Sequence[int], states: States) -> Scanned:
+def scan_chunks(terms: ChunkTerms, sequence_ids: Sequence[int], states: States) -> ScanResult:
     """Scan the states of sequences over their chunks.
 
     Args:
         terms: terms of n chunks.
-        owners: number of the sequence of each chunk. [n]
+        sequence_ids: index of each chunk's sequence. [n]
         states: states before these chunks; changed to the states after them.
 
     Returns:
@@ -48,28 +48,28 @@ def scan_chunks(terms: ChunkTerms, owners: Sequence[int], states: States) -> Sca
     """
     chunk_states = []
     errors = []
-    for owner, w, u, k_to_end, decay in zip(
-        owners, terms.w, terms.u, terms.k_to_end.mT, terms.decay[..., None], strict=True
+    for sequence, w, u, k_to_end, decay in zip(
+        sequence_ids, terms.w, terms.u, terms.k_to_end.mT, terms.decay[..., None], strict=True
     ):
-        chunk_states.append(states[owner])
-        errors.append(torch.baddbmm(u, w, states[owner], alpha=-1))
-        states[owner] = torch.baddbmm(states[owner] * decay, k_to_end, errors[-1])
-    return Scanned(torch.stack(chunk_states), torch.stack(errors))
+        chunk_states.append(states[sequence])
+        errors.append(torch.baddbmm(u, w, states[sequence], alpha=-1))
+        states[sequence] = torch.baddbmm(states[sequence] * decay, k_to_end, errors[-1])
+    return ScanResult(torch.stack(chunk_states), torch.stack(errors))
 
 
-def outputs(terms: ChunkTerms, scanned: Scanned) -> Float[Tensor, "n r c v"]:
+def outputs(terms: ChunkTerms, scanned: ScanResult) -> Float[Tensor, "n r c v"]:
     """Return the outputs of all tokens."""
     return terms.q_from_start @ scanned.chunk_states + lower_product(terms.a_qk, scanned.errors)
 
 
 def scan_chunks_backward(
-    terms: ChunkTerms, owners: Sequence[int], scanned: Scanned, d_output: Tensor, d_states: States
+    terms: ChunkTerms, sequence_ids: Sequence[int], scanned: ScanResult, d_output: Tensor, d_states: States
 ) -> ChunkTerms:
     """Return the gradients of the terms.
 
     Args:
         terms: argument of ``scan_chunks``.
-        owners: argument of ``scan_chunks``.
+        sequence_ids: argument of ``scan_chunks``.
         scanned: result of ``scan_chunks``.
         d_output: gradient of the outputs. [n, R, C, V]
         d_states: gradients of the states after these chunks; changed to those of the states before them.
@@ -78,11 +78,11 @@ def scan_chunks_backward(
     d_start_output = terms.q_from_start.mT @ d_output
     d_ends = []
     d_errors = []
-    for chunk, owner in reversed(list(enumerate(owners))):
-        d_ends.append(d_states[owner])
+    for chunk, sequence in reversed(list(enumerate(sequence_ids))):
+        d_ends.append(d_states[sequence])
         d_errors.append(torch.baddbmm(d_errors_output[chunk], terms.k_to_end[chunk], d_ends[-1]))
         carried = torch.addcmul(d_start_output[chunk], terms.decay[chunk, ..., None], d_ends[-1])
-        d_states[owner] = torch.baddbmm(carried, terms.w[chunk].mT, d_errors[-1], alpha=-1)
+        d_states[sequence] = torch.baddbmm(carried, terms.w[chunk].mT, d_errors[-1], alpha=-1)
     d_after = torch.stack(d_ends[::-1])
     d_u = torch.stack(d_errors[::-1])
     by_channel = terms.decay.shape[-1] > 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.plans.model.delta_rule import SAVED
+from diptych.plans.model.delta_rule import SAVED_BY_REFERENCE
 from tests.backends import TORCH_DAILY, TORCH_FIRST, assert_close, backend_module, normal
 from tests.linear_attention.support import RULES, TOLERANCE, Case, make_case, run
 
@@ -86,7 +86,7 @@ def size_of(tensors) -> int:
 
 def test_torch_saves_its_arguments_and_a_state_a_segment():
     case = make_case(length=1200, key=4, width=3, gate=True)
-    shapes = [case.arrays[name].shape for name in SAVED[:-2]]
+    shapes = [case.arrays[name].shape for name in SAVED_BY_REFERENCE[:-2]]
     initial, begins = (1, 2, 4, 3), (2, 2, 4, 3)  # of one sequence; of the second and third segment
     assert [tuple(x.shape) for x in saved_by_torch(case)] == [initial, *shapes, begins]
 
@@ -96,7 +96,9 @@ def test_jax_saves_its_arguments_and_a_state_a_segment():
     function = backend_module("jax", "delta_rule").chunk_kda
     program = jax.make_jaxpr(lambda a: jax.vjp(lambda a: function(**a, **case.options)[0], a)[1])(case.arrays)
     saved = Counter(v.aval.shape for v in program.jaxpr.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating))
-    wanted = Counter(case.arrays[name].shape for name in SAVED[:-2]) + Counter([(1, 2, 4, 3), (2, 2, 4, 3)])
+    wanted = Counter(case.arrays[name].shape for name in SAVED_BY_REFERENCE[:-2]) + Counter(
+        [(1, 2, 4, 3), (2, 2, 4, 3)]
+    )
     assert saved == wanted
 
 

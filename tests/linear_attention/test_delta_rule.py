@@ -224,14 +224,14 @@ def test_every_token_has_one_slot_in_a_chunk_of_its_sequence(lengths, chunk_size
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     length = int(offsets[-1])
     cuts = cut_into_chunks(offsets, length, chunk_size)
-    assert (cuts.token[cuts.slot] == np.arange(length)).all()
-    assert cuts.filled.sum() == cuts.filled[cuts.slot].sum() == length
+    assert (cuts.token_of_slot[cuts.slot_of_token] == np.arange(length)).all()
+    assert cuts.is_filled.sum() == cuts.is_filled[cuts.slot_of_token].sum() == length
     owners = np.repeat(np.arange(len(lengths)), lengths)
-    assert (cuts.sequence[cuts.slot // chunk_size] == owners).all()
-    assert len(cuts.sequence) == sum(-(-n // chunk_size) for n in lengths)
+    assert (cuts.sequence_ids[cuts.slot_of_token // chunk_size] == owners).all()
+    assert len(cuts.sequence_ids) == sum(-(-n // chunk_size) for n in lengths)
     most = most_chunks(length, len(lengths), chunk_size)
-    assert len(cuts.sequence) <= most
+    assert len(cuts.sequence_ids) <= most
     padded = cut_into_chunks(offsets, length, chunk_size, most)
-    assert (padded.slot == cuts.slot).all()
-    assert (padded.sequence[: len(cuts.sequence)] == cuts.sequence).all()
-    assert padded.filled.sum() == length
+    assert (padded.slot_of_token == cuts.slot_of_token).all()
+    assert (padded.sequence_ids[: len(cuts.sequence_ids)] == cuts.sequence_ids).all()
+    assert padded.is_filled.sum() == length

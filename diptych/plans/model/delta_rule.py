@@ -25,9 +25,9 @@ SEGMENT_SIZE = 512
 
 L2_NORM_EPSILON = 1e-6
 
-SAVED = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "states")
-"""Values that the chunked forms save for backward: the arguments as given, and the initial states of all segments but
-the first."""
+SAVED_BY_REFERENCE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "states")
+"""Values that the chunked forms of both backends save for backward: the arguments as given, and the initial states of
+all segments but the first. Kernels also save the C x C matrices of every chunk."""
 
 Shape = tuple[int, ...]
 P = ParamSpec("P")
@@ -72,7 +72,7 @@ class DeltaRuleOptions:
         chunk_size: tokens per chunk, a power of two.
         use_qk_l2norm_in_kernel: normalize q and k.
         use_gate_in_kernel: apply the gate of KDA to g.
-        safe_gate: assert that decays are bounded below, for kernels that require it; this is not checked.
+        safe_gate: requires lower_bound in a gate, and has no other effect; accepted as in flash-linear-attention.
         lower_bound: lower bound of the gate, in [-5, 0).
     """
 
@@ -127,7 +127,7 @@ class ArrayInfo(NamedTuple):
     values: np.ndarray | None = None
 
 
-def compute_dtype(dtype: str) -> str:
+def accumulation_dtype(dtype: str) -> str:
     """Return the type of states, cumulative decays and chunks: float64 for float64, else float32."""
     return "float64" if dtype == "float64" else "float32"
 
@@ -206,7 +206,7 @@ def _check_dtypes(given: Mapping[str, ArrayInfo]) -> None:
     for name in ("k", "v"):
         if given[name].dtype != wanted:
             raise ValueError(f"{name}: expected {wanted}, the type of q, got {given[name].dtype}")
-    state = compute_dtype(wanted)
+    state = accumulation_dtype(wanted)
     for name, allowed in {
         "g": (wanted, state),
         "beta": (wanted, state),
@@ -299,13 +299,13 @@ class Chunking(NamedTuple):
     if only an upper bound of the number of chunks is known, the last chunk. They change no state.
     """
 
-    sequence: Any
-    """Sequence of each chunk. [chunks]"""
-    token: Any
+    sequence_ids: Any
+    """Index of each chunk's sequence. [chunks]"""
+    token_of_slot: Any
     """Token in each slot; arbitrary in an empty slot. [chunks * chunk_size]"""
-    filled: Any
+    is_filled: Any
     """True for slots with a token. [chunks * chunk_size]"""
-    slot: Any
+    slot_of_token: Any
     """Slot of each token. [T]"""
 
 
@@ -335,10 +335,11 @@ def cut_into_chunks(cu_seqlens: Any, length: int, chunk_size: int, chunks: int |
     token = (cu_seqlens[sequence] + within * chunk_size)[:, None] + xp.arange(chunk_size)
     filled = (token < cu_seqlens[sequence + 1][:, None]) & is_chunk[:, None]
     tokens = xp.arange(length)
-    owner = xp.searchsorted(cu_seqlens, tokens, side="right") - 1
+    sequence_of_token = xp.searchsorted(cu_seqlens, tokens, side="right") - 1
+    first_slots = starts[sequence_of_token] * chunk_size
     return Chunking(
-        sequence=sequence,
-        token=xp.where(filled, token, 0).reshape(-1),
-        filled=filled.reshape(-1),
-        slot=starts[owner] * chunk_size + tokens - cu_seqlens[owner],
+        sequence_ids=sequence,
+        token_of_slot=xp.where(filled, token, 0).reshape(-1),
+        is_filled=filled.reshape(-1),
+        slot_of_token=first_slots + tokens - cu_seqlens[sequence_of_token],
     )
