@@ -2,6 +2,9 @@
 
 Triton's interpreter refuses a mask that combines a block with a comparison of scalars ("mask has unsupported dtype").
 So kernels compare blocks in masks: ``t + 0 * o_k < last`` instead of ``t < last``.
+
+Names of all kernels: b_ is a tile, o_ its offsets, m_ a mask, p_ an offset or a pointer. KP is K padded to a power of
+two, and BK the size of a tile along it. ACC is the type of sums and NARROW that of the inputs.
 """
 
 import triton

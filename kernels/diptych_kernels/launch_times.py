@@ -136,7 +136,7 @@ def moved_bytes(recorded: ahead.Recorded) -> int:
 
 def executed(recorded: ahead.Recorded, code: MachineCode) -> int:
     """Return the instructions that each warp of a launch executes, in 16 bits without strong decays of KDA."""
-    is_narrow = recorded.inputs[0].dtype in ("bfloat16", "float16")
+    is_narrow = recorded.inputs[0].dtype == "bfloat16"
     return code.executed(loop_values(recorded), STRONG_DECAYS if is_narrow else ())
 
 

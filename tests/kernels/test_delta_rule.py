@@ -175,7 +175,7 @@ def test_chunks_and_tiles_by_products_and_by_columns(decay, monkeypatch):
     within_budget("kda", arrays, cotangents, "bfloat16", chunk_size=32)
     results = []
     for limit in (60.0, 0.0):
-        monkeypatch.setattr(products, "LIMIT", products.tl.constexpr(limit))
+        monkeypatch.setattr(products, "MAX_FACTORED_DECAY", products.tl.constexpr(limit))
         outputs, gradients = torch_gradients(function, arrays, cotangents, "bfloat16")
         results.append([*outputs, *gradients])
     assert any(not torch.equal(a, b) for a, b in zip(*results, strict=True))  # the two were computed differently

@@ -191,6 +191,8 @@ class BoundarySequences(NamedTuple):
 
 
 NUM_INPUTS = len(Inputs._fields)
+NUM_TABLES = 3
+"""The last fields of Inputs, which have no gradient."""
 NUM_BOUNDARY = len(BoundarySequences._fields)
 NUM_MATRICES = len(Matrices._fields)
 
@@ -222,7 +224,9 @@ def _scan_forward(
         o, chunk_states, errors and final; the flags of launch_configs.scan_forward exclude some of them.
     """
     q_from_start, k_from_start, k_to_end, (a_qk, _, inverse, beta_chunks, decay) = terms
-    if not flags.get("output"):  # what the kernel does not read needs no memory traffic
+    if not flags.get(
+        "output"
+    ):  # placeholders: the kernel has a pointer for every input, also for those it does not read
         q_from_start = a_qk = beta_chunks
     initial = beta_chunks if flags.get("from_zero") else inputs.initial
     arrays = (q_from_start, k_from_start, k_to_end, inputs.v, decay, beta_chunks, a_qk, inverse, initial)
@@ -261,8 +265,8 @@ def _split_into_parts(backend: Backend, static: DeltaRule, inputs: Inputs, terms
 def _forward(backend: Backend, static: DeltaRule, *arrays: Array):
     """Compute o and the final states from the fields of Inputs and, with an exchange, of BoundarySequences.
 
-    Saved for backward are the arrays, with the initial states received from other ranks; with an exchange, the map of
-    the last sequence; the matrices of the chunks; and without recompute, their other terms, chunk_states and errors.
+    Saves the inputs, with the initial states received from other ranks; with an exchange, the map of the last sequence;
+    the matrices of the chunks; and without recompute, their other terms, chunk_states and errors.
     """
     inputs = Inputs(*arrays[:NUM_INPUTS])
     exchange = static.exchange
@@ -298,18 +302,18 @@ def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfin
     exchange = static.exchange
     boundary: Any = None
     last_map = None
-    of_chunks = saved[NUM_INPUTS:]
+    saved_chunks = saved[NUM_INPUTS:]
     if exchange is not None:
-        boundary = BoundarySequences(*of_chunks[:NUM_BOUNDARY])
-        last_map = of_chunks[NUM_BOUNDARY]
-        of_chunks = of_chunks[NUM_BOUNDARY + 1 :]
-    matrices = Matrices(*of_chunks[:NUM_MATRICES])
+        boundary = BoundarySequences(*saved_chunks[:NUM_BOUNDARY])
+        last_map = saved_chunks[NUM_BOUNDARY]
+        saved_chunks = saved_chunks[NUM_BOUNDARY + 1 :]
+    matrices = Matrices(*saved_chunks[:NUM_MATRICES])
     do = backend.cast(do, dtype_name(inputs.v))
     if static.recompute:
         terms = chunk_terms(backend, static, inputs, matrices)
         chunk_states = errors = None
     else:
-        q_from_start, k_from_start, k_to_end, chunk_states, errors = of_chunks[NUM_MATRICES:]
+        q_from_start, k_from_start, k_to_end, chunk_states, errors = saved_chunks[NUM_MATRICES:]
         terms = Terms(q_from_start, k_from_start, k_to_end, matrices)
     if exchange is not None:
         dfinal = exchange.with_last(dfinal, None, boundary.roles)
@@ -330,7 +334,7 @@ def _backward(backend: Backend, static: DeltaRule, saved: tuple, do: Array, dfin
     if exchange is not None:
         dinitial = exchange.with_first(dinitial, None, boundary.roles)
     gradients = _token_gradients(backend, static, inputs, terms, do, dx, chunk_states, errors, dends)
-    return *gradients, dinitial, *([None] * (3 if exchange is None else 6))
+    return *gradients, dinitial, *([None] * (NUM_TABLES + (0 if exchange is None else NUM_BOUNDARY)))
 
 
 def _token_gradients(

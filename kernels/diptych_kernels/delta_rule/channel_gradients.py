@@ -3,7 +3,7 @@
 The formulas are those of gradients.py, with elementwise products in dg.
 
 A program computes a slice of channels of a chunk; channels are independent. As in products.py, the sums are matrix
-products of the whole chunk if inputs have 16 bits and no channel of the slice decays too much, and otherwise consist of
+products of the whole chunk if inputs are bfloat16 and no channel of the slice decays too much, and otherwise consist of
 tiles of 16 tokens. The sums over other tiles are then products of operands that decay up to the border between the
 tiles.
 """
@@ -15,9 +15,9 @@ from diptych_kernels.common import exp_of
 from diptych_kernels.delta_rule.products import (
     TILE,
     chunk_of,
-    decays_around,
     load_rows,
     load_scalars,
+    log_decays_around,
     log_decays_since,
     store_rows,
 )
@@ -69,8 +69,8 @@ def channel_gradients(
     o_k = slice_index * BK + tl.arange(0, BK)
     key_head = head // (HV // H)
     p_a = (chunk * HV + head) * (C * C)
-    b_since, is_factorable = log_decays_since(g_ptr, first, length, head, HV, o_k, K, ACC, NARROW, C)
-    if is_factorable:
+    b_since, can_factor = log_decays_since(g_ptr, first, length, head, HV, o_k, K, ACC, NARROW, C)
+    if can_factor:
         o_t = tl.arange(0, C)
         m_t = o_t < length
         b_q = load_rows(q_ptr, first, o_t, m_t, key_head, H, o_k, K, ACC, K % BK == 0) * SCALE
@@ -169,10 +169,10 @@ def _with_own_tile(
     """Add the sums over the tokens of a tile to dq / SCALE, dk_row and dk_column of the same tile."""
     BK: tl.constexpr = o_k.shape[0]
     o_r = tl.arange(0, TILE)
-    b_since, is_factorable = log_decays_since(
+    b_since, can_factor = log_decays_since(
         g_ptr, first + tile * TILE, length - tile * TILE, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE
     )
-    if is_factorable:
+    if can_factor:
         below = o_r[:, None] > o_r[None, :]
         b_qk = tl.where(below, load_tile(da_qk_ptr, p_a, tile, tile, C).to(ACC), 0.0)
         b_kk = tl.where(below, load_tile(da_kk_ptr, p_a, tile, tile, C).to(ACC), 0.0)
@@ -221,7 +221,9 @@ def _with_other_tiles(
     b_until = tl.zeros([TILE, BK], ACC)
     for other in range(0, tile):
         o_j = other * TILE + o_r
-        b_since, b_decay = decays_around(g_ptr, first, length, tile, other, head, HV, o_k, K, ACC, C)
+        b_since, b_decay, b_between = log_decays_around(g_ptr, first, length, tile, other, head, HV, o_k, K, ACC, C)
+        b_since = exp_of(b_since)
+        b_decay = exp_of(b_decay + b_between)
         b_keys = (load_rows(k_ptr, first, o_j, o_j < length, key_head, H, o_k, K, ACC) * b_decay).to(NARROW)
         b_a = load_tile(da_qk_ptr, p_a, tile, other, C)
         b_dq = tl.dot(b_a, b_keys, b_dq, input_precision=PRECISION, out_dtype=ACC)
@@ -229,7 +231,9 @@ def _with_other_tiles(
         b_dk_row = tl.dot(b_a, b_keys, b_dk_row, input_precision=PRECISION, out_dtype=ACC)
     for other in range(tile + 1, C // TILE):
         o_i = other * TILE + o_r
-        b_decay, b_until = _decays_from(g_ptr, first, length, other, tile, head, HV, o_k, K, ACC, C)
+        b_decay, b_until, b_between = log_decays_around(g_ptr, first, length, other, tile, head, HV, o_k, K, ACC, C)
+        b_decay = exp_of(b_decay + b_between)
+        b_until = exp_of(b_until)
         b_rows = (load_rows(q_ptr, first, o_i, o_i < length, key_head, H, o_k, K, ACC) * b_decay * SCALE).to(NARROW)
         b_a = tl.trans(load_tile(da_qk_ptr, p_a, other, tile, C))
         b_dk_column = tl.dot(b_a, b_rows, b_dk_column, input_precision=PRECISION, out_dtype=ACC)
@@ -237,23 +241,6 @@ def _with_other_tiles(
         b_a = tl.trans(load_tile(da_kk_ptr, p_a, other, tile, C))
         b_dk_column = tl.dot(b_a, b_rows, b_dk_column, input_precision=PRECISION, out_dtype=ACC)
     return b_dq * b_since, b_dk_row * b_since, b_dk_column * b_until
-
-
-@triton.jit
-def _decays_from(
-    g_ptr, first, length, row, column, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
-):
-    """Return the decays of decays_around, with the decay between the two tiles applied to the rows."""
-    o_r = tl.arange(0, TILE)
-    o_c = tl.arange(0, C)
-    o_i = row * TILE + o_r
-    o_j = o_r + column * TILE
-    b_rows = load_rows(g_ptr, first, o_i, o_i < length, head, HV, o_k, K, ACC)
-    m_c = (o_c >= (column + 1) * TILE) & (o_c < row * TILE) & (o_c < length)
-    b_between = tl.sum(load_rows(g_ptr, first, o_c, m_c, head, HV, o_k, K, ACC), 0)
-    m_j = (o_j + 1 < length) & (o_r < TILE - 1)
-    b_keys = load_rows(g_ptr, first + 1, o_j, m_j, head, HV, o_k, K, ACC)
-    return exp_of(tl.cumsum(b_rows, 0) + b_between[None, :]), exp_of(tl.cumsum(b_keys, 0, reverse=True))
 
 
 @triton.jit

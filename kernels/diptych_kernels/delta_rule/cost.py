@@ -20,8 +20,8 @@ def flops(kernel: str, call: Call, constants: Mapping[str, Any]) -> int:
         The number of operations; 0 for a kernel without matrix products.
     """
     size = call.chunk_size
-    key = call.key
-    value = call.value
+    key = call.key_dim
+    value = call.value_dim
     rows = size // TILE
     tiles = rows * (rows + 1) // 2
     width = constants.get("W", value)

@@ -26,7 +26,9 @@ cancel only up to rounding. In dg, products are dot products with one decay per 
 channel.
 
 head_gradients computes dq, dk, dg and dbeta with one decay per head, and channel_gradients.py with one decay per
-channel. In the reference implementation, intra.py and scan.py of both backends, these gradients come from autograd.
+channel. In the reference, intra.py and scan.py of both backends, automatic differentiation computes KDA's terms of a
+chunk and GDN's in JAX; the scan, the inverse and GDN's terms in PyTorch have explicit backward rules. dg generalises
+reverse_cumsum(q dq - k dk) of flash-linear-attention.
 """
 
 import triton
@@ -35,12 +37,12 @@ import triton.language as tl
 from diptych_kernels.delta_rule.products import (
     chunk_of,
     decays_within,
+    load_lower,
     load_rows,
     load_scalars,
     load_token_decays,
     store_rows,
 )
-from diptych_kernels.delta_rule.scan import load_lower
 
 
 @triton.jit
@@ -174,13 +176,12 @@ def head_gradients(
 ):
     """Compute dq, dk [T, HV, K], dg and dbeta_out [T, HV] with one decay per token and head; grid (NC HV,).
 
-    dbeta is that of product_gradients; dbeta_out also has the term of dx_state. b_rise and b_fall hold the terms of the
-    states in dg, and b_pairs those of pairs of tokens:
+    dbeta is that of product_gradients; dbeta_out also has the term of dx_state. b_rise_state holds the terms of the
+    state in rise, and b_pairs the terms of pairs of tokens in dg:
 
-        rise_i  = scale exp(G_i) q_i . dq_from_start_i - beta_i exp(G_i) k_i . dx_state_i
-        fall_j  = k_j . dk_end_j
-        pairs_t = sum_{i >= t > j} (dA_qk[i, j] A_qk[i, j] + dA_kk[i, j] A_kk[i, j])
-        dg_t    = sum_{i >= t} rise_i + sum_{j < t} fall_j + pairs_t + exp(G_C) sum_kv S dS
+        rise_state_i = scale exp(G_i) q_i . dq_from_start_i - beta_i exp(G_i) k_i . dx_state_i
+        pairs_t      = sum_{i >= t > j} (dA_qk[i, j] A_qk[i, j] + dA_kk[i, j] A_kk[i, j])
+        dg_t         = sum_{i >= t} rise_state_i + sum_{j < t} fall_j + pairs_t + exp(G_C) sum_kv S dS
     """
     ACC: tl.constexpr = ddecay_ptr.dtype.element_ty
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
@@ -200,7 +201,7 @@ def head_gradients(
     b_dkk = (b_dkk * b_within).to(NARROW)
     b_from_start, b_to_end, decay = load_token_decays(decays_ptr, chunk, head, HV, C)
     b_beta = load_scalars(beta_ptr, first, o_t, m_t, head, HV, ACC)
-    b_rise = tl.zeros([C], ACC)
+    b_rise_state = tl.zeros([C], ACC)
     b_fall = tl.zeros([C], ACC)
     b_dbeta = load_scalars(dbeta_ptr, first, o_t, m_t, head, HV, ACC)
     b_ddecay = tl.zeros([BK], ACC)
@@ -213,7 +214,7 @@ def head_gradients(
         b_dk_end = load_rows(dk_to_end_ptr, first, o_t, m_t, head, HV, o_k, K, ACC) * b_to_end[:, None]
         b_dbeta -= tl.sum(b_k.to(ACC) * b_dx_state, 1)
         b_dk_row = b_dx_state * -b_beta[:, None]
-        b_rise += tl.sum(b_q.to(ACC) * b_dq + b_k.to(ACC) * b_dk_row, 1)
+        b_rise_state += tl.sum(b_q.to(ACC) * b_dq + b_k.to(ACC) * b_dk_row, 1)
         b_fall += tl.sum(b_k.to(ACC) * b_dk_end, 1)
         p_k = (chunk * HV + head) * K + o_k
         b_ddecay += tl.load(ddecay_ptr + p_k, mask=o_k < K, other=0.0)
@@ -225,7 +226,7 @@ def head_gradients(
         store_rows(dk_ptr, first, o_t, m_t, head, HV, o_k, K, b_dk)
     b_dg += (
         tl.sum(tl.where(below, b_fall[None, :], 0.0), 1)
-        + tl.cumsum(b_rise, 0, reverse=True)
+        + tl.cumsum(b_rise_state, 0, reverse=True)
         + decay * tl.sum(b_ddecay, 0)
     )
     tl.store(dg_ptr + first * HV + head + o_t * HV, b_dg, mask=m_t)

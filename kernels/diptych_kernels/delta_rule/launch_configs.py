@@ -14,9 +14,9 @@ import numpy as np
 from diptych_kernels.launch_configs import Block, Launch, launch_of, power_of_two, wide
 
 TILE = 16
-"""Tokens per tile, as in products.py."""
+"""Tokens per tile, the smallest size of products on tensor cores."""
 
-TARGET_PROGRAMS = 264
+SCAN_PROGRAMS = 264
 """Programs of a scan that keep a large GPU busy: two on each of 132 multiprocessors."""
 
 MIN_PARTS = 4
@@ -59,7 +59,7 @@ nothing on sm_80 and sm_90."""
 
 
 class Call(NamedTuple):
-    """Sizes of a call.
+    """Sizes, types and factor of a call.
 
     Args:
         per_channel: True for one decay per channel of the keys, False for one per head.
@@ -69,8 +69,8 @@ class Call(NamedTuple):
         sequences: number of sequences. N
         heads: number of heads of q and k. H
         value_heads: number of heads of v, g, beta and states. HV
-        key: channels of the keys. K
-        value: channels of the values. V
+        key_dim: channels of the keys. K
+        value_dim: channels of the values. V
         chunk_size: tokens of a chunk; 16, 32 or 64. C
         dtype: type of q, k and v.
         gate_dtype: type of g.
@@ -84,8 +84,8 @@ class Call(NamedTuple):
     sequences: int
     heads: int
     value_heads: int
-    key: int
-    value: int
+    key_dim: int
+    value_dim: int
     chunk_size: int
     dtype: str
     gate_dtype: str
@@ -97,19 +97,19 @@ class Call(NamedTuple):
         return wide(self.dtype)
 
     @property
-    def by_channel(self) -> tuple[int, int, int]:
+    def key_shape(self) -> tuple[int, int, int]:
         """The shape [T, HV, K]."""
-        return self.tokens, self.value_heads, self.key
+        return self.tokens, self.value_heads, self.key_dim
 
     @property
-    def by_value(self) -> tuple[int, int, int]:
+    def value_shape(self) -> tuple[int, int, int]:
         """The shape [T, HV, V]."""
-        return self.tokens, self.value_heads, self.value
+        return self.tokens, self.value_heads, self.value_dim
 
     @property
     def states(self) -> tuple[int, int, int, int]:
         """The shape [N, HV, K, V] of the states of sequences."""
-        return self.sequences, self.value_heads, self.key, self.value
+        return self.sequences, self.value_heads, self.key_dim, self.value_dim
 
     @property
     def chunk_states(self) -> tuple[int, int, int, int]:
@@ -117,7 +117,7 @@ class Call(NamedTuple):
         return self.chunks, *self.states[1:]
 
     @property
-    def pairs(self) -> tuple[int, int, int, int]:
+    def matrix_shape(self) -> tuple[int, int, int, int]:
         """The shape [NC, HV, C, C] of the matrices of chunks."""
         return self.chunks, self.value_heads, self.chunk_size, self.chunk_size
 
@@ -142,7 +142,7 @@ def _launch(
     float32, float64 and heads of more than 128 channels leave no shared memory for a second pipeline stage.
     """
     module = f"delta_rule.{module}"
-    if call.dtype in ("float32", "float64") or max(call.key, call.value) > 128:
+    if call.dtype in ("float32", "float64") or max(call.key_dim, call.value_dim) > 128:
         block = block._replace(num_stages=1)
     constants = dict(HV=call.value_heads, C=call.chunk_size) | more
     return launch_of(module, builder, block, grid, (), outputs, **constants)
@@ -166,23 +166,27 @@ def _programs(call: Call) -> int:
 
 def _decayed_outputs(call: Call) -> list:
     """Return the outputs q_from_start, k_from_start, k_to_end and decay, or those of their gradients."""
-    return [*[(call.by_channel, call.dtype)] * 3, ((call.chunks, call.value_heads, call.key), call.wide)]
+    return [*[(call.key_shape, call.dtype)] * 3, ((call.chunks, call.value_heads, call.key_dim), call.wide)]
 
 
 def decay_queries_and_keys(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch q, k, g, chunks -> q_from_start, k_from_start, k_to_end, decay."""
-    columns = _columns(block, call, call.key)
-    grid = (_programs(call), math.ceil(call.key / columns))
-    constants = dict(H=call.heads, K=call.key, SCALE=call.scale, BK=columns)
+    columns = _columns(block, call, call.key_dim)
+    grid = (_programs(call), math.ceil(call.key_dim / columns))
+    constants = dict(H=call.heads, K=call.key_dim, SCALE=call.scale, BK=columns)
     return _launch("products", decay_queries_and_keys, block, call, grid, _decayed_outputs(call), **constants)
 
 
 def _terms(builder: Callable, block: Block, call: Call, outputs: list) -> Launch:
     """Return a launch with one program per chunk and head, whose last outputs are A_qk and A_kk."""
     constants = dict(
-        H=call.heads, K=call.key, SCALE=call.scale, PRECISION=_precision(call), BK=_columns(block, call, call.key)
+        H=call.heads,
+        K=call.key_dim,
+        SCALE=call.scale,
+        PRECISION=_precision(call),
+        BK=_columns(block, call, call.key_dim),
     )
-    outputs = [*outputs, (call.pairs, call.dtype), (call.pairs, call.wide)]
+    outputs = [*outputs, (call.matrix_shape, call.dtype), (call.matrix_shape, call.wide)]
     return _launch("products", builder, block, call, (_programs(call),), outputs, **constants)
 
 
@@ -199,7 +203,7 @@ def terms_by_head(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
 
 def invert(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch A_kk, beta, chunks -> inverse, beta_chunks."""
-    outputs = [(call.pairs, call.dtype), (call.pairs[:3], call.wide)]
+    outputs = [(call.matrix_shape, call.dtype), (call.matrix_shape[:3], call.wide)]
     return _launch("products", invert, block, call, (_programs(call),), outputs, PRECISION="ieee")
 
 
@@ -211,17 +215,17 @@ def _scan(builder: Callable, block: Block, call: Call, width: int, outputs: list
         PER_CHANNEL=call.per_channel,
         **flags,
         H=call.heads,
-        K=call.key,
-        V=call.value,
+        K=call.key_dim,
+        V=call.value_dim,
         SCALE=call.scale,
         PRECISION=_precision(call),
-        KP=power_of_two(call.key, 16),
+        KP=power_of_two(call.key_dim, 16),
         BV=columns,
         SLICES=slices,
     )
     grid = (call.sequences * call.value_heads * slices,)
     launch = _launch("scan", builder, block, call, grid, outputs, **constants)
-    return replace(launch, tuned_for=min(power_of_two(call.sequences * call.value_heads), TARGET_PROGRAMS))
+    return replace(launch, tuned_for=min(power_of_two(call.sequences * call.value_heads), SCAN_PROGRAMS))
 
 
 def scan_forward(
@@ -247,12 +251,11 @@ def scan_forward(
         maps: write [S_local | M] instead of the final states; see scan.scan_forward.
         from_zero: start from states of 0 instead of ``initial``.
     """
-    assert not (save and maps), "the kernel stores the initial states of chunks at offsets of W columns, not V"
-    width = call.value + (call.key if maps else 0)
+    width = call.value_dim + (call.key_dim if maps else 0)
     outputs = [
-        (call.by_value if output else (0,), call.dtype),
+        (call.value_shape if output else (0,), call.dtype),
         (call.chunk_states if save else (0,), call.dtype),
-        (call.by_value if save else (0,), call.dtype),
+        (call.value_shape if save else (0,), call.dtype),
         ((*call.states[:3], width), call.wide),
     ]
     flags = dict(FROM_ZERO=from_zero, OUTPUT=output, SAVE=save, W=width)
@@ -268,11 +271,11 @@ def scan_backward(
     dx, dends, dinitial.
     """
     outputs = [
-        (call.by_value if save else (0,), call.dtype),
+        (call.value_shape if save else (0,), call.dtype),
         (call.chunk_states if save else (0,), call.dtype),
         (call.states, call.wide),
     ]
-    return _scan(scan_backward, block, call, call.value, outputs, FROM_ZERO=from_zero, SAVE=save)
+    return _scan(scan_backward, block, call, call.value_dim, outputs, FROM_ZERO=from_zero, SAVE=save)
 
 
 def compose(block: Block, lead: tuple[int, ...], call: Call, parts: int, back: bool) -> Launch:
@@ -285,17 +288,17 @@ def compose(block: Block, lead: tuple[int, ...], call: Call, parts: int, back: b
         parts: number of parts per sequence.
         back: compute the gradients of the states after parts, from the last part to the first.
     """
-    columns = min(block.columns, power_of_two(call.value, 16))
-    slices = math.ceil(call.value / columns)
+    columns = min(block.columns, power_of_two(call.value_dim, 16))
+    slices = math.ceil(call.value_dim / columns)
     constants = dict(
         HV=call.value_heads,
-        K=call.key,
-        V=call.value,
-        LOCAL_COLUMNS=call.value if back else call.value + call.key,
+        K=call.key_dim,
+        V=call.value_dim,
+        LOCAL_COLUMNS=call.value_dim if back else call.value_dim + call.key_dim,
         BACK=back,
         PRECISION={"float64": "ieee", "float32": "tf32x3"}[call.wide],
-        KP=power_of_two(call.key, 16),
-        BK=min(32, power_of_two(call.key, 16)),
+        KP=power_of_two(call.key_dim, 16),
+        BK=min(32, power_of_two(call.key_dim, 16)),
         BV=columns,
         SLICES=slices,
     )
@@ -316,7 +319,7 @@ def parts_of(chunks: int, sequences: int, value_heads: int, value: int) -> int:
         value: channels of the values.
     """
     programs = sequences * value_heads * math.ceil(value / CANDIDATES["scan_forward"][0].columns)
-    parts = min(TARGET_PROGRAMS // max(programs, 1), chunks // max(sequences, 1) // MIN_CHUNKS_PER_PART)
+    parts = min(SCAN_PROGRAMS // max(programs, 1), chunks // max(sequences, 1) // MIN_CHUNKS_PER_PART)
     return parts if parts >= MIN_PARTS else 1
 
 
@@ -325,17 +328,21 @@ def state_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
 
     chunk_states, dends, errors, dx, do, chunks -> dq_from_start, dx_state, dk_to_end, ddecay.
     """
-    columns = _columns(block, call, call.key)
-    values = _columns(block, call, call.value)
-    grid = (_programs(call), math.ceil(call.key / columns))
-    constants = dict(K=call.key, V=call.value, PRECISION=_precision(call), BK=columns, BV=values)
+    columns = _columns(block, call, call.key_dim)
+    values = _columns(block, call, call.value_dim)
+    grid = (_programs(call), math.ceil(call.key_dim / columns))
+    constants = dict(K=call.key_dim, V=call.value_dim, PRECISION=_precision(call), BK=columns, BV=values)
     return _launch("gradients", state_gradients, block, call, grid, _decayed_outputs(call), **constants)
 
 
 def product_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch v, beta, errors, dx, do, A_kk, chunks -> dA_qk, dA_kk, dv, dbeta without dx_state."""
-    outputs = [*[(call.pairs, call.dtype)] * 2, (call.by_value, call.dtype), (call.by_value[:2], call.wide)]
-    constants = dict(V=call.value, PRECISION=_precision(call), BV=_columns(block, call, call.value))
+    outputs = [
+        *[(call.matrix_shape, call.dtype)] * 2,
+        (call.value_shape, call.dtype),
+        (call.value_shape[:2], call.wide),
+    ]
+    constants = dict(V=call.value_dim, PRECISION=_precision(call), BV=_columns(block, call, call.value_dim))
     return _launch("gradients", product_gradients, block, call, (_programs(call),), outputs, **constants)
 
 
@@ -344,15 +351,17 @@ def channel_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch
 
     q, k, g, beta, dA_qk, dA_kk, dq_from_start, dx_state, dk_to_end, dbeta, chunks -> dq, dk, rise, fall, dbeta_slices.
     """
-    columns = _columns(block, call, call.key)
-    slices = math.ceil(call.key / columns)
+    columns = _columns(block, call, call.key_dim)
+    slices = math.ceil(call.key_dim / columns)
     outputs = [
-        *[(call.by_channel, call.dtype)] * 2,
-        *[(call.by_channel, call.wide)] * 2,
-        ((*call.by_channel[:2], slices), call.wide),
+        *[(call.key_shape, call.dtype)] * 2,
+        *[(call.key_shape, call.wide)] * 2,
+        ((*call.key_shape[:2], slices), call.wide),
     ]
     grid = (_programs(call), slices)
-    constants = dict(H=call.heads, K=call.key, SCALE=call.scale, PRECISION=_precision(call), BK=columns, SLICES=slices)
+    constants = dict(
+        H=call.heads, K=call.key_dim, SCALE=call.scale, PRECISION=_precision(call), BK=columns, SLICES=slices
+    )
     return _launch("channel_gradients", channel_gradients, block, call, grid, outputs, **constants)
 
 
@@ -361,10 +370,10 @@ def gate_gradients(block: Block, lead: tuple[int, ...], call: Call, slices: int)
 
     ``slices`` is the number of slices of channels of channel_gradients.
     """
-    columns = _columns(block, call, call.key)
-    grid = (_programs(call), math.ceil(call.key / columns))
-    outputs = [(call.by_channel, call.gate_dtype), (call.by_channel[:2], call.beta_dtype)]
-    constants = dict(K=call.key, BK=columns, SLICES=slices, SP=power_of_two(slices))
+    columns = _columns(block, call, call.key_dim)
+    grid = (_programs(call), math.ceil(call.key_dim / columns))
+    outputs = [(call.key_shape, call.gate_dtype), (call.key_shape[:2], call.beta_dtype)]
+    constants = dict(K=call.key_dim, BK=columns, SLICES=slices, SP=power_of_two(slices))
     return _launch("channel_gradients", gate_gradients, block, call, grid, outputs, **constants)
 
 
@@ -375,18 +384,18 @@ def head_gradients(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     dq, dk, dg, dbeta_out.
     """
     outputs = [
-        *[(call.by_channel, call.dtype)] * 2,
-        (call.by_channel[:2], call.gate_dtype),
-        (call.by_channel[:2], call.beta_dtype),
+        *[(call.key_shape, call.dtype)] * 2,
+        (call.key_shape[:2], call.gate_dtype),
+        (call.key_shape[:2], call.beta_dtype),
     ]
-    columns = _columns(block, call, call.key)
-    constants = dict(H=call.heads, K=call.key, SCALE=call.scale, PRECISION=_precision(call), BK=columns)
+    columns = _columns(block, call, call.key_dim)
+    constants = dict(H=call.heads, K=call.key_dim, SCALE=call.scale, PRECISION=_precision(call), BK=columns)
     return _launch("gradients", head_gradients, block, call, (_programs(call),), outputs, **constants)
 
 
 def sum_heads(block: Block, lead: tuple[int, ...], call: Call) -> Launch:
     """Configure the launch x, chunks -> sums over the value heads that share a key head."""
-    columns = _columns(block, call, call.key)
-    grid = (call.chunks * call.heads, math.ceil(call.key / columns))
-    outputs = [((call.tokens, call.heads, call.key), call.dtype)]
-    return _launch("gradients", sum_heads, block, call, grid, outputs, H=call.heads, K=call.key, BK=columns)
+    columns = _columns(block, call, call.key_dim)
+    grid = (call.chunks * call.heads, math.ceil(call.key_dim / columns))
+    outputs = [((call.tokens, call.heads, call.key_dim), call.dtype)]
+    return _launch("gradients", sum_heads, block, call, grid, outputs, H=call.heads, K=call.key_dim, BK=columns)

@@ -15,18 +15,21 @@ the whole chunk. q_from_start and k_from_start multiply the state before the chu
 state after it. inverse diag(beta) is the UT transform of the chunk; with it, w = inverse diag(beta) k_from_start and
 u = inverse diag(beta) v are the WY representation (Yang et al. 2024, arXiv 2406.06484). The kernels form neither.
 
-A program computes one chunk of one head. Where each channel has its own decay (KDA) and inputs have 16 bits, A_qk and
-A_kk are matrix products of the whole chunk if no channel's log decays after the chunk's first token sum to less than
--60: queries decay from this token on, and keys are divided by their decay since it.
+A program computes one chunk of one head. With one decay per channel (KDA), A_qk and A_kk have two forms:
 
-Otherwise they consist of tiles of 16 x 16 tokens. Below the diagonal, rows decay from the first token of their tile,
-and keys decay up to that token. Exponents are sums of log decays, never differences of sums. They are therefore never
-positive and stay accurate after a strong decay, and the row of a token does not depend on later tokens. A tile on the
-diagonal is computed in the form of the whole chunk, from its own first token, if its decay allows that, and otherwise
-column by column, with exponents that are never positive.
+- Factored, for bfloat16: if every log decay since the chunk's first token is above -60, A_qk and A_kk are matrix
+  products of the whole chunk, because exp(G_i - G_j) = exp(G_i - G_1) exp(G_1 - G_j).
+- Tiled: otherwise they consist of tiles of 16 x 16 tokens. Below the diagonal, both factors are decays to the first
+  token of the row's tile, hence at most 1. A tile on the diagonal has the factored form from its own first token, if
+  its decay allows that, and is computed column by column otherwise.
+
+Exponents are sums of log decays, never differences of sums, except in the factored form. So they are never positive and
+stay accurate after a strong decay.
 
 The inverse is computed by forward substitution, first over rows within a tile and then over tiles. Powers of the matrix
 would overflow if keys are equal.
+
+In flash-linear-attention, q_from_start is called qg, k_to_end kg, and inverse diag(beta) A.
 
 The file intra.py of both backends contains the reference implementation. Reference: arXiv 2412.06464, section 3.3;
 arXiv 2510.26692, section 3.
@@ -36,12 +39,25 @@ import triton
 import triton.language as tl
 
 from diptych_kernels.common import exp_of
+from diptych_kernels.delta_rule import launch_configs
 
-TILE = tl.constexpr(16)
+TILE = tl.constexpr(launch_configs.TILE)
 """Tokens per tile, the smallest size of products on tensor cores."""
 
-LIMIT = tl.constexpr(60.0)
-"""Largest decay within a tile or chunk, in nats, whose inverse multiplies keys; float32 overflows at 88."""
+MAX_FACTORED_DECAY = tl.constexpr(60.0)
+"""Largest decay within a tile or chunk, in nats, in the factored form, whose inverse multiplies keys; float32 and
+bfloat16 overflow at 88."""
+
+
+@triton.jit
+def load_lower(a_ptr, chunk, head, HV: tl.constexpr, C: tl.constexpr, o_i, o_j):
+    """Load the lower triangular matrix [C, C] of a chunk and head.
+
+    Tiles above the diagonal are not read; within diagonal tiles, the matrix has zeros above the diagonal. A mask of
+    whole tiles, unlike one of elements, leaves the loads wide.
+    """
+    p_a = (chunk * HV + head) * (C * C) + o_i * C + o_j
+    return tl.load(a_ptr + p_a, mask=o_i // TILE >= o_j // TILE, other=0.0)
 
 
 @triton.jit
@@ -67,7 +83,7 @@ def load_rows(
     p_x = x_ptr + (first * H + head) * D + (o_t * (H * D))[:, None] + o_d[None, :]
     if m_t is None and HAS_COLUMNS:
         return tl.load(p_x).to(ACC)
-    mask = o_d[None, :] < D if m_t is None else m_t[:, None] & (o_d[None, :] < D)
+    mask = o_d[None, :] < D if m_t is None else m_t[:, None] if HAS_COLUMNS else m_t[:, None] & (o_d[None, :] < D)
     return tl.load(p_x, mask=mask, other=0.0).to(ACC)
 
 
@@ -80,7 +96,8 @@ def store_rows(
     if m_t is None and HAS_COLUMNS:
         tl.store(p_x, b_x)
     else:
-        tl.store(p_x, b_x, mask=o_d[None, :] < D if m_t is None else m_t[:, None] & (o_d[None, :] < D))
+        mask = o_d[None, :] < D if m_t is None else m_t[:, None] if HAS_COLUMNS else m_t[:, None] & (o_d[None, :] < D)
+        tl.store(p_x, b_x, mask=mask)
 
 
 @triton.jit
@@ -148,18 +165,18 @@ def terms_by_channel(
     chunk, head, first, length = chunk_of(chunks_ptr, HV)
     p_a = (chunk * HV + head) * (C * C)
     # length >= 0 is always true; it makes a tensor of the constant, because the loop assigns a tensor to it.
-    is_factorable = (length >= 0) & (NARROW.primitive_bitwidth == 16)
+    can_factor = (length >= 0) & (NARROW.is_bf16())
     b_qk = tl.zeros([C, C], ACC)
     b_kk = tl.zeros([C, C], ACC)
     for start in range(0, K, BK):
         o_k = start + tl.arange(0, BK)
-        b_qk, b_kk, lowest = _store_decayed(
+        b_qk, b_kk, min_log_decay = _store_decayed(
             q_ptr, k_ptr, g_ptr, q_from_start_ptr, k_from_start_ptr, k_to_end_ptr, decay_ptr,
             chunk, head, first, length, o_k, b_qk, b_kk,
-            H, HV, K, SCALE, C, BK, PRECISION, NARROW.primitive_bitwidth == 16,
+            H, HV, K, SCALE, C, BK, PRECISION, NARROW.is_bf16(),
         )  # fmt: skip
-        is_factorable = is_factorable & (lowest > -LIMIT)
-    if is_factorable:
+        can_factor = can_factor & (min_log_decay > -MAX_FACTORED_DECAY)
+    if can_factor:
         o_i = tl.arange(0, C)[:, None]
         o_j = tl.arange(0, C)[None, :]
         m_a = o_i // TILE >= o_j // TILE
@@ -202,8 +219,8 @@ def _store_decayed(
     o_j = o_c[None, :]
     HAS_COLUMNS: tl.constexpr = K % BK == 0
     b_g = load_rows(g_ptr, first, o_c, m_t, head, HV, o_k, K, ACC, HAS_COLUMNS)
-    if NARROW.primitive_bitwidth == 16:
-        b_high, b_low = _in_float16(b_g)
+    if NARROW.is_bf16():
+        b_high, b_low = _split_float16(b_g)
         b_since = _sums((o_j > 0) & (o_j <= o_i), b_high, b_low)
     else:
         b_since = tl.cumsum(tl.where(o_i > 0, b_g, 0.0), 0)
@@ -216,28 +233,28 @@ def _store_decayed(
     b_q = load_rows(q_ptr, first, o_c, m_t, key_head, H, o_k, K, ACC, HAS_COLUMNS) * b_decay
     b_keys = load_rows(k_ptr, first, o_c, m_t, key_head, H, o_k, K, ACC, HAS_COLUMNS)
     b_k = b_keys * b_decay
-    lowest = tl.min(b_since)
+    min_log_decay = tl.min(b_since)
     if WITH_PRODUCTS:  # infinite or NaN if the decay is strong
         b_grown = tl.trans((b_keys * exp_of(-b_since)).to(NARROW))
         b_qk = tl.dot(b_q.to(NARROW), b_grown, b_qk, input_precision=PRECISION, out_dtype=ACC)
         b_kk = tl.dot(b_k.to(NARROW), b_grown, b_kk, input_precision=PRECISION, out_dtype=ACC)
     store_rows(q_from_start_ptr, first, o_c, m_t, head, HV, o_k, K, b_q * (b_first * SCALE), HAS_COLUMNS)
     store_rows(k_from_start_ptr, first, o_c, m_t, head, HV, o_k, K, b_k * b_first, HAS_COLUMNS)
-    if NARROW.primitive_bitwidth == 16:
+    if NARROW.is_bf16():
         b_until_end = _sums(o_j > o_i, b_high, b_low)
     else:
         b_next = load_rows(g_ptr, first + 1, o_c, o_c + 1 < length, head, HV, o_k, K, ACC)
         b_until_end = tl.cumsum(b_next, 0, reverse=True)
     store_rows(k_to_end_ptr, first, o_c, m_t, head, HV, o_k, K, b_keys * exp_of(b_until_end), HAS_COLUMNS)
-    return b_qk, b_kk, lowest
+    return b_qk, b_kk, min_log_decay
 
 
 @triton.jit
-def _in_float16(b_g):
-    """Return two float16 whose sum is g with an error of at most 2^-22 of its size or 2^-25.
+def _split_float16(b_g):
+    """Return (high, low), two float16 whose sum is g with an error of at most 2^-22 of its size or 2^-25.
 
-    This is less than what rounding a decay to 16 bits changes. Infinite decays become finite, because products with
-    zeros would make NaN of them.
+    This is less than what rounding a decay to bfloat16 changes. g is at least -6e4 then, because 0 times an infinite
+    decay would be NaN.
     """
     b_g = tl.where(b_g < -6e4, -6e4, b_g)
     b_high = b_g.to(tl.float16)
@@ -259,7 +276,7 @@ def _diagonal_tile(
     q_ptr, k_ptr, g_ptr, first, length, head,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Compute A_qk / SCALE and A_kk of a diagonal tile, by products or column by column from the last.
+    """Compute A_qk / SCALE and A_kk of a diagonal tile, in factored form or column by column from the last.
 
     b_sums holds the sums of g from the token after the column to each row.
     """
@@ -271,10 +288,10 @@ def _diagonal_tile(
         o_k = start + tl.arange(0, BK)
         b_q = load_rows(q_ptr, first, o_r, o_r < length, key_head, H, o_k, K, ACC)
         b_k = load_rows(k_ptr, first, o_r, o_r < length, key_head, H, o_k, K, ACC)
-        b_since, is_factorable = log_decays_since(
+        b_since, can_factor = log_decays_since(
             g_ptr, first, length, head, HV, o_k, K, ACC, k_ptr.dtype.element_ty, TILE
         )
-        if is_factorable:
+        if can_factor:
             b_keys = tl.trans(b_k * exp_of(-b_since))
             b_decay = exp_of(b_since)
             b_qk = tl.dot(b_q * b_decay, b_keys, b_qk, input_precision="tf32", out_dtype=ACC)
@@ -301,25 +318,27 @@ def log_decays_since(
     g_ptr, first, length, head,
     HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return the log decays of ROWS tokens since ``first``, [ROWS, BK], and is_factorable.
+    """Return the log decays of ROWS tokens since ``first``, [ROWS, BK], and can_factor.
 
-    is_factorable is true if exp(G_i - G_j) may be the product of the decay of row i and one over the decay of key j.
-    Types of more than 16 bits would lose digits: rounding of an exponent is relative to its size.
+    can_factor is true if exp(G_i - G_j) may be the product of the decay of row i and one over the decay of key j.
+    Wider types than bfloat16 would lose digits, because the rounding of an exponent is relative to its size, and
+    float16 would overflow.
     """
     o_r = tl.arange(0, ROWS)
     b_g = load_rows(g_ptr, first, o_r, (o_r < length) & (o_r > 0), head, HV, o_k, K, ACC)
     b_since = tl.cumsum(b_g, 0)
-    return b_since, (NARROW.primitive_bitwidth == 16) & (tl.min(b_since) > -LIMIT)
+    return b_since, (NARROW.is_bf16()) & (tl.min(b_since) > -MAX_FACTORED_DECAY)
 
 
 @triton.jit
-def decays_around(
+def log_decays_around(
     g_ptr, first, length, row, column, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
 ):
-    """Return the decays of two tiles around the first token of the later tile ``row``, [TILE, BK] each.
+    """Return log decays of two tiles: within the later tile ``row``, within ``column``, and between them.
 
-    The first result is the decay of each token of ``row`` since the start of its tile. The second is the decay from
-    each token of the earlier tile ``column`` up to that start.
+    The first result [TILE, BK] is the log decay of each token of ``row`` since the start of its tile, the second
+    [TILE, BK] that from each token of ``column`` to the end of its tile, and the third [1, BK] that from there to the
+    start of ``row``.
     """
     o_r = tl.arange(0, TILE)
     o_i = row * TILE + o_r
@@ -330,7 +349,7 @@ def decays_around(
     o_c = tl.arange(0, C)
     m_c = (o_c >= (column + 1) * TILE) & (o_c < row * TILE) & (o_c < length)
     b_between = tl.sum(load_rows(g_ptr, first, o_c, m_c, head, HV, o_k, K, ACC), 0)
-    return exp_of(tl.cumsum(b_rows, 0)), exp_of(tl.cumsum(b_keys, 0, reverse=True) + b_between[None, :])
+    return tl.cumsum(b_rows, 0), tl.cumsum(b_keys, 0, reverse=True), b_between[None, :]
 
 
 @triton.jit
@@ -339,7 +358,7 @@ def _lower_tile(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Compute A_qk / SCALE and A_kk of a tile below the diagonal, from rows and keys that ``decays_around`` decays."""
+    """Compute A_qk / SCALE and A_kk of a tile below the diagonal; rows and keys decay to the row tile's start."""
     NARROW: tl.constexpr = k_ptr.dtype.element_ty
     o_r = tl.arange(0, TILE)
     o_i = row * TILE + o_r
@@ -349,7 +368,9 @@ def _lower_tile(
     b_kk = tl.zeros([TILE, TILE], ACC)
     for start in range(0, K, BK):
         o_k = start + tl.arange(0, BK)
-        b_since, b_until = decays_around(g_ptr, first, length, row, column, head, HV, o_k, K, ACC, C)
+        b_since, b_until, b_between = log_decays_around(g_ptr, first, length, row, column, head, HV, o_k, K, ACC, C)
+        b_since = exp_of(b_since)
+        b_until = exp_of(b_until + b_between)
         b_keys = tl.trans(load_rows(k_ptr, first, o_j, o_j < length, key_head, H, o_k, K, ACC) * b_until).to(NARROW)
         b_q = (load_rows(q_ptr, first, o_i, o_i < length, key_head, H, o_k, K, ACC) * b_since).to(NARROW)
         b_k = (load_rows(k_ptr, first, o_i, o_i < length, key_head, H, o_k, K, ACC) * b_since).to(NARROW)

@@ -29,7 +29,7 @@ The file scan.py of both backends contains the reference implementation.
 import triton
 import triton.language as tl
 
-from diptych_kernels.delta_rule.products import TILE, load_rows, load_token_decays, store_rows
+from diptych_kernels.delta_rule.products import load_lower, load_rows, load_token_decays, store_rows
 
 
 @triton.jit
@@ -43,17 +43,6 @@ def sequence_of(sequences_ptr, HV: tl.constexpr, SLICES: tl.constexpr):
     last = tl.load(p + 1).to(tl.int64)
     chunk = tl.load(p + 2).to(tl.int64)
     return sequence, head, program % SLICES, first, last, chunk
-
-
-@triton.jit
-def load_lower(a_ptr, chunk, head, HV: tl.constexpr, C: tl.constexpr, o_i, o_j):
-    """Load the lower triangular matrix [C, C] of a chunk and head.
-
-    Tiles above the diagonal are not read; within diagonal tiles, the matrix has zeros above the diagonal. A mask of
-    whole tiles, unlike one of elements, leaves the loads wide.
-    """
-    p_a = (chunk * HV + head) * (C * C) + o_i * C + o_j
-    return tl.load(a_ptr + p_a, mask=o_i // TILE >= o_j // TILE, other=0.0)
 
 
 @triton.jit
@@ -156,8 +145,8 @@ def _chunk_forward(
     m_t = None if IS_WHOLE else o_c < length
     b_narrow = b_s.to(NARROW)
     if SAVE:
-        p_state = chunk_states_ptr + (chunk * HV + head) * (K * W) + o_k[:, None] * W + o_v[None, :]
-        tl.store(p_state, b_narrow, mask=(o_k[:, None] < K) & (o_v[None, :] < W))
+        p_state = chunk_states_ptr + (chunk * HV + head) * (K * V) + o_k[:, None] * V + o_v[None, :]
+        tl.store(p_state, b_narrow, mask=(o_k[:, None] < K) & (o_v[None, :] < V))
     b_beta = tl.load(beta_chunks_ptr + (chunk * HV + head) * C + o_c)
     b_k = load_rows(k_from_start_ptr, first, o_c, m_t, key_head, QH, o_k, K, NARROW, HAS_KEYS)
     b_prediction = tl.dot(b_k, b_narrow, input_precision=PRECISION, out_dtype=ACC)
