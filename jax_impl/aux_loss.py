@@ -73,7 +73,7 @@ def token_aux_loss(
 
     Args:
         scores: scores of the experts. [N, E]
-        chosen: numbers of each token's experts. [N, k]
+        chosen: indices of each token's experts. [N, k]
         batch: number of sequences B; N = B T.
         sequences: the documents of the sequences, or the part of them that this rank holds; None: each sequence is one
             document.
@@ -93,16 +93,16 @@ def token_aux_loss(
 
 
 def _documents(tokens: int, batch: int, sequences: PackedDocuments | FLACPContext | None) -> tuple[Array, int]:
-    """Return the number of each token's document [N], and the number of documents."""
-    numbers = jnp.arange(tokens)
+    """Return the index of each token's document [N], and the number of documents."""
+    places = jnp.arange(tokens)
     if sequences is None:
-        return numbers // (tokens // batch), batch
+        return places // (tokens // batch), batch
     if isinstance(sequences, FLACPContext):
-        numbers = numbers + sequences.rank * tokens
+        places = places + sequences.rank * tokens
         offsets = jnp.asarray(sequences.all_cu_seqlens)
     else:
         offsets = sequences.cu_seqlens
-    return jnp.searchsorted(offsets, numbers, side="right") - 1, len(offsets) - 1
+    return jnp.searchsorted(offsets, places, side="right") - 1, len(offsets) - 1
 
 
 def join_aux_loss(hidden_states: Array, aux_loss: Array | None) -> Float[Array, "b t w"]:

@@ -109,15 +109,15 @@ def _projection(x: Array, phi: Array, epsilon: float) -> Array:
 
 def _projection_forward(x: Array, phi: Array, epsilon: float) -> tuple[Array, tuple[Array, Array, Array]]:
     """Run _projection, and save its arguments and its result."""
-    projected: Array = _projection(x, phi, epsilon)
-    return projected, (x, phi, projected)
+    normalized: Array = _projection(x, phi, epsilon)
+    return normalized, (x, phi, normalized)
 
 
 def _projection_backward(epsilon: float, saved: tuple[Array, Array, Array], grad: Array) -> tuple[Array, Array]:
     """Return the gradients of _projection."""
-    x, phi, projected = saved
+    x, phi, normalized = saved
     inverse = _inverse_rms(x, epsilon)
-    of_squares = (grad * projected).sum(-1, keepdims=True) * inverse * inverse / -x.shape[-1]
+    of_squares = (grad * normalized).sum(-1, keepdims=True) * inverse * inverse / -x.shape[-1]
     of_product = (grad * inverse).astype(x.dtype)
     transposed = jax.lax.optimization_barrier(of_product.T)
     grad_phi = jax.lax.optimization_barrier(transposed @ x).T

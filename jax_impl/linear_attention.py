@@ -133,8 +133,8 @@ class _DeltaRuleMixer(nnx.Module):
             return self._rule(q, k, v, g, beta)[0]
         if isinstance(sequences, FLACPContext):
             return self._rule(q, k, v, g, beta, cp_context=sequences)[0]
-        packed = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v, g, beta))
-        return self._rule(*packed, cu_seqlens=sequences.cu_seqlens)[0].reshape(v.shape)
+        concatenated = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v, g, beta))
+        return self._rule(*concatenated, cu_seqlens=sequences.cu_seqlens)[0].reshape(v.shape)
 
     def _decode(self, projected: Array, decays: Array, beta: Array, cache: DecodingCache) -> Array:
         """Run the rule over the next tokens of the cached sequences, and update the cache."""

@@ -128,14 +128,14 @@ class Router(nnx.Module):
         return jax.nn.softmax(logits) if self.config.moe_router_score_function == "softmax" else nnx.sigmoid(logits)
 
     def choose(self, scores: Float[Array, "n e"]) -> Int[Array, "n k"]:
-        """Return the numbers [N, k] of each token's experts."""
+        """Return the indices [N, k] of each token's experts."""
         config = self.config
         groups = config.moe_router_num_groups, config.moe_router_group_topk
         bias = None if self.expert_bias is None else self.expert_bias[...]
         return choose_experts(scores, config.moe_router_topk, bias, *groups)
 
     def __call__(self, x: Float[Array, "n d"]) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
-        """Return the weights and the numbers of each token's experts, [N, k] each."""
+        """Return the weights and the indices of each token's experts, [N, k] each."""
         config = self.config
         scores = self.scores(x)
         chosen = self.choose(scores)
@@ -178,7 +178,7 @@ class Experts(nnx.Module):
         Args:
             x: tokens. [N, D]
             weights: weights of each token's experts. [N, k]
-            chosen: numbers of each token's experts. [N, k]
+            chosen: indices of each token's experts. [N, k]
 
         Returns:
             [N, D]

@@ -49,7 +49,7 @@ class TensorParallel:
 
     @property
     def rank(self) -> Array | int:
-        """Number of this rank."""
+        """Index of this rank in the group."""
         return 0 if self.axis is None else lax.axis_index(self.axis)
 
     @property
@@ -96,7 +96,7 @@ class TensorParallel:
         count = x.shape[TOKENS] // self.size
         return lax.dynamic_slice_in_dim(x, self.rank * count, count, TOKENS)
 
-    def own_share(self, x: Float[Array, "b t"]) -> Float[Array, "b t2"]:
+    def replicated_output(self, x: Float[Array, "b t"]) -> Float[Array, "b t2"]:
         """Return values that all ranks compute equally in a region, for use between regions.
 
         Args:
@@ -105,13 +105,13 @@ class TensorParallel:
         Returns:
             Those of this rank's tokens [B, T / n]; without sequence parallelism all of them [B, T], with the gradient
             divided by the number of ranks, because the gradients of the region's parameters and of its input are summed
-            over the ranks. In PyTorch, for_own_share stands in for the sum of the input's gradient.
+            over the ranks. In PyTorch, replicated_input stands in for the sum of the input's gradient.
         """
         if self.size == 1 or self.sequence_parallel:
             return self.own_tokens(x)
         return _divide_gradient(self, x)
 
-    def own_masks(self, state: DropoutState | None) -> DropoutState | None:
+    def local_dropout_state(self, state: DropoutState | None) -> DropoutState | None:
         """Return the dropout state of this rank's tokens, so that they have the masks of the single-device model."""
         if state is None or self.token_parts == 1:
             return state

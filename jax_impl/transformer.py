@@ -110,7 +110,7 @@ class TransformerLayer(nnx.Module):
         output = ranks.leave(self.mlp(normed, ranks.size))
         output = name_value(add_bias(output, self.mlp.output_bias), "mlp_output")
         if context.aux_loss is not None and isinstance(self.mlp, MixtureOfExperts):
-            context.aux_loss.add(ranks.own_share(self.mlp.aux_loss(normed, context.sequences)))
+            context.aux_loss.add(ranks.replicated_output(self.mlp.aux_loss(normed, context.sequences)))
         output = self._norm("post_mlp_layernorm", output)
         return self._write(connection, output, h_post, mixed, context.dropout, mlp_site(self.layer_number))
 
@@ -237,7 +237,7 @@ class TransformerBlock(nnx.Module):
         """
         streams = self.config.num_residual_streams if self.config.enable_hyper_connections else None
 
-        def call(layer: TransformerLayer, joined: Array, context: ForwardContext = context) -> Array:
+        def call(layer: TransformerLayer, joined: Array, context: ForwardContext) -> Array:
             hidden_states, before = split_aux_loss(joined, streams)
             own = AuxLossSum()
             own.add(before)
@@ -247,7 +247,7 @@ class TransformerBlock(nnx.Module):
         if offloads_layers(self.config):
             joined = self._run_offloaded(joined, context._replace(aux_loss=None), call)
         else:
-            joined = self._run_blocks(call, joined)
+            joined = self._run_blocks(lambda layer, x: call(layer, x, context), joined)
         hidden_states, total = split_aux_loss(joined, streams)
         aux_loss.add(total)
         return hidden_states
@@ -361,11 +361,11 @@ class GPTModel(nnx.Module):
                 config.seq_length. Where jax.jit traces the cache's length, too many tokens give NaN logits instead.
         """
         batch, length = inputs.shape[:2]
-        length *= 1 if self.pre_process else tensor_parallel.token_parts
+        length *= 1 if self.pre_process else tensor_parallel.token_parts  # later stages receive this rank's tokens
         masks = {"attention_mask": attention_mask, "document_starts": document_starts}
-        texts = None if cache is None else cache.batch
+        cached_batch = None if cache is None else cache.batch
         seq_length = self.config.seq_length
-        check_inputs(seq_length, (batch, length), cached_length(cache), texts, cp_context, positions, **masks)
+        check_inputs(seq_length, (batch, length), cached_length(cache), cached_batch, cp_context, positions, **masks)
         if positions is None:
             positions = jnp.add(jnp.arange(length), 0 if cache is None else cache.length)
         tokens = inputs if inputs.shape[1] == length else jnp.zeros((batch, length))  # pack_documents reads the shape
@@ -393,7 +393,7 @@ class GPTModel(nnx.Module):
         if samples is None:
             samples = jnp.arange(len(inputs))
         state = dropout_state(self.config.seed, step, samples, positions, self.config.seq_length)
-        return tensor_parallel.own_masks(state)
+        return tensor_parallel.local_dropout_state(state)
 
     def _output(
         self,
@@ -436,7 +436,7 @@ class GPTModel(nnx.Module):
         return loss + self.config.moe_aux_loss_coeff * tensor_parallel.mean(total).astype(loss.dtype)
 
     def _aux_loss(self, training: bool) -> AuxLossSum | None:
-        """Return the sum of load-balancing losses, if this call computes it."""
+        """Return an empty sum of load-balancing losses, or None if this call does not compute them."""
         return AuxLossSum() if self.config.moe_aux_loss_coeff and training else None
 
 

@@ -62,7 +62,7 @@ def token_aux_loss(
 
     Args:
         scores: scores of the experts. [N, E]
-        chosen: numbers of each token's experts. [N, k]
+        chosen: indices of each token's experts. [N, k]
         batch: number of sequences B; N = B T.
         sequences: the documents of the sequences, or the part of them that this rank holds; None: each sequence is one
             document.
@@ -84,17 +84,17 @@ def token_aux_loss(
 def _documents(
     tokens: int, batch: int, sequences: PackedDocuments | FLACPContext | None, device: torch.device
 ) -> tuple[Tensor, int]:
-    """Return the number of each token's document [N], and the number of documents."""
-    numbers = torch.arange(tokens, device=device)
+    """Return the index of each token's document [N], and the number of documents."""
+    places = torch.arange(tokens, device=device)
     if sequences is None:
-        return numbers // (tokens // batch), batch
+        return places // (tokens // batch), batch
     if isinstance(sequences, FLACPContext):
-        numbers = numbers + sequences.rank * tokens
+        places = places + sequences.rank * tokens
         offsets = sequences.all_cu_seqlens
     else:
         offsets = sequences.cu_seqlens
     offsets = torch.as_tensor(offsets, device=device).long()
-    return torch.searchsorted(offsets, numbers, right=True) - 1, len(offsets) - 1
+    return torch.searchsorted(offsets, places, right=True) - 1, len(offsets) - 1
 
 
 def join_aux_loss(hidden_states: Tensor, aux_loss: Tensor | None) -> Float[Tensor, "b t w"]:

@@ -116,9 +116,9 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, phi, projected = ctx.saved_tensors
+        x, phi, normalized = ctx.saved_tensors
         inverse = _inverse_rms(x, ctx.epsilon)
-        of_squares = (grad * projected).sum(-1, keepdim=True) * inverse * inverse / -x.shape[-1]
+        of_squares = (grad * normalized).sum(-1, keepdim=True) * inverse * inverse / -x.shape[-1]
         of_product = (grad * inverse).to(x.dtype)
         grad_x = x * of_squares.to(x.dtype)
         return grad_x.addmm_(of_product, phi.to(x.dtype).t()), (of_product.t() @ x).t().to(phi.dtype), None

@@ -146,8 +146,8 @@ class _DeltaRuleMixer(nn.Module):
             return self._rule(q, k, v, g, beta)[0]
         if isinstance(sequences, FLACPContext):
             return self._rule(q, k, v, g, beta, cp_context=sequences)[0]
-        packed = (x.flatten(0, 1)[None] for x in (q, k, v, g, beta))
-        return self._rule(*packed, cu_seqlens=sequences.cu_seqlens)[0].view(v.shape)
+        concatenated = (x.flatten(0, 1)[None] for x in (q, k, v, g, beta))
+        return self._rule(*concatenated, cu_seqlens=sequences.cu_seqlens)[0].view(v.shape)
 
     def _decode(self, projected: Tensor, decays: Tensor, beta: Tensor, cache: DecodingCache) -> Tensor:
         """Run the rule over the next tokens of the cached sequences, and update the cache."""

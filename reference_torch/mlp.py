@@ -137,13 +137,13 @@ class Router(nn.Module):
         return logits.softmax(-1) if self.config.moe_router_score_function == "softmax" else logits.sigmoid()
 
     def choose(self, scores: Float[Tensor, "n e"]) -> Int[Tensor, "n k"]:
-        """Return the numbers [N, k] of each token's experts."""
+        """Return the indices [N, k] of each token's experts."""
         config = self.config
         groups = config.moe_router_num_groups, config.moe_router_group_topk
         return choose_experts(scores, config.moe_router_topk, self.expert_bias, *groups)
 
     def forward(self, x: Float[Tensor, "n d"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
-        """Return the weights and the numbers of each token's experts, [N, k] each."""
+        """Return the weights and the indices of each token's experts, [N, k] each."""
         config = self.config
         scores = self.scores(x)
         chosen = self.choose(scores)
@@ -192,7 +192,7 @@ class Experts(nn.Module):
         Args:
             x: tokens. [N, D]
             weights: weights of each token's experts. [N, k]
-            chosen: numbers of each token's experts. [N, k]
+            chosen: indices of each token's experts. [N, k]
             recompute: values to drop after forward.
 
         Returns:

@@ -51,7 +51,7 @@ class TensorParallel(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Number of this rank in the group."""
+        """Index of this rank in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
@@ -98,8 +98,8 @@ class TensorParallel(NamedTuple):
         count = x.shape[TOKENS] // self.size
         return x.narrow(TOKENS, self.rank * count, count)
 
-    def for_own_share(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        """Return the input of a computation that every rank repeats, and of whose result own_share returns a part.
+    def replicated_input(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """Return the input of a computation that every rank repeats; replicated_output returns a part of its result.
 
         Args:
             x: with sequence parallelism, values in a region; without, the values before it. [B, T, D]
@@ -110,7 +110,7 @@ class TensorParallel(NamedTuple):
         """
         return x if self.size == 1 or self.sequence_parallel else _multiply_gradient(x, self)
 
-    def own_share(self, x: Float[Tensor, "b t"]) -> Float[Tensor, "b t2"]:
+    def replicated_output(self, x: Float[Tensor, "b t"]) -> Float[Tensor, "b t2"]:
         """Return values that all ranks compute equally in a region, for use between regions.
 
         Args:
@@ -119,13 +119,13 @@ class TensorParallel(NamedTuple):
         Returns:
             Those of this rank's tokens [B, T / n]; without sequence parallelism all of them [B, T], with the gradient
             divided by the number of ranks, because the gradients of the region's parameters and of its input are summed
-            over the ranks. In PyTorch, for_own_share stands in for the sum of the input's gradient.
+            over the ranks. In PyTorch, replicated_input stands in for the sum of the input's gradient.
         """
         if self.size == 1 or self.sequence_parallel:
             return self.own_tokens(x)
         return _divide_gradient(x, self)
 
-    def own_masks(self, state: DropoutState | None) -> DropoutState | None:
+    def local_dropout_state(self, state: DropoutState | None) -> DropoutState | None:
         """Return the dropout state of this rank's tokens, so that they have the masks of the single-device model."""
         if state is None or self.token_parts == 1:
             return state

@@ -109,15 +109,16 @@ class TransformerLayer(nn.Module):
         connection = self.mlp_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
         normed = self._norm("pre_mlp_layernorm", aggregated, recompute)
-        # Without sequence parallelism enter is an identity, and runs inside the replayed call: a replay needs only the
-        # output of the norm. normed has not entered the region then, so for_own_share restores the sum of its gradient.
+        # Without sequence parallelism, enter moves no data, so it runs inside the recomputed call, which then saves
+        # only normed. The gradient of normed outside of that call is not summed over ranks; replicated_input makes up
+        # for it.
         normed = ranks.enter(normed) if ranks.sequence_parallel else normed
-        output = recompute("mlp_output", self._mlp_output, normed, recompute.inside("mlp_output"), ranks)
+        output = recompute("mlp_output", self._mlp_output, normed, recompute.nested_in("mlp_output"), ranks)
         if ranks.size > 1:  # outside of what is recomputed, so that backward does not sum over ranks again
             output = name_value(add_bias(ranks.leave(output), self.mlp.output_bias), "mlp_output")
         if context.aux_loss is not None and isinstance(self.mlp, MixtureOfExperts):
-            aux_loss = self.mlp.aux_loss(ranks.for_own_share(normed), context.sequences)
-            context.aux_loss.add(ranks.own_share(aux_loss))
+            aux_loss = self.mlp.aux_loss(ranks.replicated_input(normed), context.sequences)
+            context.aux_loss.add(ranks.replicated_output(aux_loss))
         output = self._norm("post_mlp_layernorm", output, recompute)
         site = mlp_site(self.layer_number)
         hidden_states = recompute(
@@ -145,7 +146,7 @@ class TransformerLayer(nn.Module):
         if connection is not None:
             # Recompute cannot drop the streams while a view of them exists, which a merged gradient needs.
             merge = "residual_streams" not in recompute.dropped
-            manager = recompute.manager_of("aggregated")
+            manager = recompute.manager_for("aggregated")
             return connection.read(hidden_states, manager, merge_residual_gradient=merge)
         if hidden_states.dim() == 4:
             streams = self.config.num_residual_streams
@@ -342,11 +343,11 @@ class GPTModel(nn.Module):
             IndexError: on a CPU, a token or target is no token id.
         """
         batch, length = inputs.shape[:2]
-        length *= 1 if self.pre_process else tensor_parallel.token_parts
+        length *= 1 if self.pre_process else tensor_parallel.token_parts  # later stages receive this rank's tokens
         masks = {"attention_mask": attention_mask, "document_starts": document_starts}
-        texts = None if cache is None else cache.batch
+        cached_batch = None if cache is None else cache.batch
         seq_length = self.config.seq_length
-        check_inputs(seq_length, (batch, length), cached_length(cache), texts, cp_context, positions, **masks)
+        check_inputs(seq_length, (batch, length), cached_length(cache), cached_batch, cp_context, positions, **masks)
         if positions is None:
             positions = torch.arange(length, device=inputs.device) + (0 if cache is None else cache.length)
         # pack_documents reads only the shape and the device of tokens.
@@ -374,7 +375,7 @@ class GPTModel(nn.Module):
         if samples is None:
             samples = torch.arange(len(inputs), device=inputs.device)
         state = dropout_state(self.config.seed, step, samples, positions, self.config.seq_length)
-        return tensor_parallel.own_masks(state)
+        return tensor_parallel.local_dropout_state(state)
 
     def _output(
         self,

@@ -211,7 +211,9 @@ def test_what_does_not_fit_a_cache_is_refused(backend):
     mask = convert(np.ones((2, 5, 5), bool))
     with pytest.raises(ValueError, match="attention_mask: expected None with a cache"):
         model(convert(TOKENS[:, :5]), cache=cache, attention_mask=mask)
-    with pytest.raises(ValueError, match="cache: expected a cache of 1 texts, the batch size of inputs, got one of 2"):
+    with pytest.raises(
+        ValueError, match="cache: expected a cache of 1 sequences, the batch size of inputs, got one of 2"
+    ):
         model(convert(TOKENS[:1, :5]), cache=cache, training=False)
     with pytest.raises(ValueError, match=r"inputs: expected at least one token, got shape \[2, 0\]"):
         model(convert(TOKENS[:, :0]), cache=cache, training=False)

@@ -34,14 +34,14 @@ class BlockRecomputation:
             fn: function to call.
             args: its arguments.
         """
-        manager = self.manager_of(value)
+        manager = self.manager_for(value)
         return fn(*args) if manager is None else manager.checkpoint(fn, *args)
 
-    def manager_of(self, value: str) -> MHCBlockRecomputeManager | None:
+    def manager_for(self, value: str) -> MHCBlockRecomputeManager | None:
         """Return the block's manager if the value is dropped, else None."""
         return self._manager if value in self.dropped else None
 
-    def inside(self, value: str) -> "BlockRecomputation":
+    def nested_in(self, value: str) -> "BlockRecomputation":
         """Return the decisions for modules inside the module that computes ``value``.
 
         If that module is replayed as a whole, the modules inside it drop nothing themselves.

@@ -77,7 +77,7 @@ def check_inputs(
     seq_length: int,
     shape: tuple[int, int],
     cached_tokens: int | None = None,
-    texts: int | None = None,
+    cached_batch: int | None = None,
     context: FLACPContext | None = None,
     positions: Any = None,
     **of_whole_sequences: Any,
@@ -88,7 +88,7 @@ def check_inputs(
         seq_length: maximum number of tokens of a sequence.
         shape: shape of the input tokens, [B, T].
         cached_tokens: number of tokens in the cache; None: no cache.
-        texts: number of texts of the cache; None: no cache.
+        cached_batch: number of sequences of the cache; None: no cache.
         context: context parallelism; None: complete sequences.
         positions: positions of the tokens within their sequences; None: not given.
         of_whole_sequences: arguments that must be None with a cache or a context, by name.
@@ -99,7 +99,7 @@ def check_inputs(
     batch, length = shape
     if not batch or not length:
         raise ValueError(f"inputs: expected at least one token, got shape {list(shape)}")
-    check_context(context, of_whole_sequences | {"cache": texts}, positions)
+    check_context(context, of_whole_sequences | {"cache": cached_batch}, positions)
     if context is None and length > seq_length:
         raise ValueError(f"inputs: expected at most seq_length={seq_length} tokens, got {length}")
     if cached_tokens is None:
@@ -109,8 +109,10 @@ def check_inputs(
             raise ValueError(
                 f"{name}: expected None with a cache, which continues each text from its last token, got an array"
             )
-    if batch != texts:
-        raise ValueError(f"cache: expected a cache of {batch} texts, the batch size of inputs, got one of {texts}")
+    if batch != cached_batch:
+        raise ValueError(
+            f"cache: expected a cache of {batch} sequences, the batch size of inputs, got one of {cached_batch}"
+        )
     if cached_tokens + length > seq_length:
         raise ValueError(
             f"inputs: expected at most {seq_length - cached_tokens} tokens after the {cached_tokens} in the cache, "
