@@ -6,13 +6,14 @@ program.
 
 In the order in which to read them, the files are:
 
-    link, storage, layer          a copy, a storage that is copied, and the storages of a layer
-    residency, scheduling         where layers are, and what each use fetches and evicts
-    observe, manager              hooks that detect uses, and the public interface
-    activations, saved            values saved for backward
-    gradients, optimizer_state, optimizer      what an update needs besides parameters
-    writes, registry, lifetime, interruptions  writes that nothing counts, pickling, garbage collection, exceptions
-    default_manager, modules, statistics       the manager of the process, submodules by name, counters
+    link, statistics, lifetime                  a copy, counters of copies, and weak references to a manager
+    storage, writes, registry, layer            a storage that is copied, and the storages and hooks of a layer
+    activations, saved                          values saved for backward
+    update_targets, gradients, optimizer_state  what an update of a layer needs besides its parameters
+    optimizer                                   an optimizer step in parts
+    residency, scheduling                       where layers are, and what each use fetches and evicts
+    interruptions, observe, manager             hooks that detect uses, and the public interface
+    default_manager, modules                    the manager of the process, and submodules by name
 """
 
 from reference_torch.offload.default_manager import get_offload_manager, initialize_offload_manager

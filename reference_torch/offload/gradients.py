@@ -1,6 +1,5 @@
 """Gradients of offloaded layers: on the host except while backward adds to them and while their layer is updated."""
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,23 +12,19 @@ from reference_torch.offload.lifetime import weak_method
 from reference_torch.offload.link import Link, OffloadError, for_each
 from reference_torch.offload.statistics import OffloadStatistics
 from reference_torch.offload.storage import OffloadedStorage, storage_of
+from reference_torch.offload.update_targets import UpdateTarget
 from reference_torch.offload.writes import OwnHook
 
 
-class OffloadedGradients:
+class OffloadedGradients(UpdateTarget):
     """The gradients of layers, which backward creates and ``zero_grad`` drops.
 
     A gradient goes to the host once the backward of the next layer begins. It is fetched before backward adds to it. A
     read or write between steps fetches it, as with parameters; it stays until the update of its layer.
-
-    Args:
-        link: link to the host.
-        statistics: counts the copies.
     """
 
     def __init__(self, link: Link, statistics: OffloadStatistics) -> None:
-        self._link = link
-        self._statistics = statistics
+        super().__init__(link, statistics)
         self._layers: dict[int, list[nn.Parameter]] = {}
         self._storages: dict[int, OffloadedStorage] = {}
         """Storage of the gradient of a parameter, by the id of the parameter."""
@@ -42,7 +37,6 @@ class OffloadedGradients:
         self._outgoing: list[OffloadedStorage] = []
         """Storages whose copies to the host the running backward has begun."""
         self._handles: dict[int, RemovableHandle] = {}
-        self._lock = threading.RLock()  # PyTorch runs backwards of a GPU in threads of its own
 
     def watch(self, layer: int, parameters: Iterable[nn.Parameter]) -> None:
         """Watch the gradients of a layer's parameters, including those that were frozen before.
@@ -72,30 +66,17 @@ class OffloadedGradients:
             arrived = list(self._arrived.values())
             self._arrived.clear()
             self._outgoing = [storage for storage in map(self._storage_for, arrived) if storage is not None]
-            self._evict(self._outgoing)
+            self.evict(self._outgoing)
 
-    def fetch(self, layer: int | None) -> None:
-        """Start to copy the gradients of a layer to the device; None: no layer."""
-        with self._lock:
-            self._statistics.note_copies("in", [storage.fetch() for storage in self._storages_of(layer)])
+    def storages_of(self, layer: int) -> Sequence[OffloadedStorage]:
+        """Return the storages of a layer's present gradients."""
+        parameters = self._layers.get(layer, [])
+        return [storage for storage in map(self._current_storage, parameters) if storage is not None]
 
-    def begin(self, layer: int) -> None:
-        """Wait for the gradients of a layer before its update."""
-        with self._lock:
-            self.fetch(layer)
-            for storage in self._storages_of(layer):
-                storage.wait_for_fetch()
-                storage.unguard()
-
-    def end(self, layer: int, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    def write_back(self, layer: int, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         """Start to copy the gradients of a layer to the host after its update."""
         with self._lock:
-            self._evict(self._storages_of(layer))
-
-    def finish(self, layer: int | None) -> None:
-        """Wait for the copies of a layer to the host and release its device memory; None: no layer."""
-        with self._lock:
-            for_each(self._storages_of(layer), OffloadedStorage.finish_eviction)
+            self.evict(self.storages_of(layer))
 
     def close(self) -> None:
         """Move everything to the device and remove every hook."""
@@ -113,33 +94,19 @@ class OffloadedGradients:
         """Fetch the gradient of a parameter, because backward adds to it next."""
         with self._lock:
             self._arrived[id(parameter)] = parameter
-            storage = self._known(parameter)
+            storage = self._current_storage(parameter)
             if storage is not None:
                 self._statistics.note_copies("in", [storage.fetch()])
                 storage.wait_for_fetch()
                 storage.unguard()
 
-    def _evict(self, storages: Sequence[OffloadedStorage]) -> None:
-        """Start to copy gradients to the host; what other code holds stays on the device."""
-        self._statistics.note_copies("out", [storage.evict() for storage in storages])
-
-    def _storages_of(self, layer: int | None) -> list[OffloadedStorage]:
-        """Return the storages of a layer's present gradients; None: no layer."""
-        parameters = self._layers.get(layer, []) if layer is not None else []
-        return [storage for storage in map(self._known, parameters) if storage is not None]
-
-    def _known(self, parameter: nn.Parameter) -> OffloadedStorage | None:
-        """Return the storage of a parameter's present gradient, or None if that gradient never moved."""
+    def _current_storage(self, parameter: nn.Parameter) -> OffloadedStorage | None:
+        """Return the storage of a parameter's present gradient; None: it never moved. Forget one that was replaced."""
         gradient = parameter.grad
         storage = self._storages.get(id(parameter))
-        if storage is not None and storage.tensors[0] is gradient and not storage.has_own_storage:  # by .data =
+        if storage is not None and (storage.tensors[0] is not gradient or not storage.has_own_storage):  # or by .data =
             del self._storages[id(parameter)]
-            self._host[id(parameter)] = storage.host
-            storage.forget_tensors()
-            storage = None
-        elif storage is not None and storage.tensors[0] is not gradient:
-            del self._storages[id(parameter)]
-            if storage.is_dropped:
+            if storage.tensors[0] is gradient or storage.is_dropped:
                 self._host[id(parameter)] = storage.host  # copies run in order, so one that still runs does no harm
                 storage.forget_tensors()
             else:
@@ -153,23 +120,16 @@ class OffloadedGradients:
 
     def _storage_for(self, parameter: nn.Parameter) -> OffloadedStorage | None:
         """Return the storage of a parameter's gradient, a new one for a new gradient; None: the gradient stays."""
-        storage = self._known(parameter)
+        storage = self._current_storage(parameter)
         gradient = parameter.grad
-        if storage is None and gradient is not None and self._may_move(gradient):
+        if storage is None and gradient is not None and not gradient.requires_grad and self.may_move(gradient):
             host = self._host.pop(id(parameter), None)
             if host is None or host.nbytes() != gradient.nbytes:
                 host = self._link.host_memory(gradient.nbytes)
             name = f"gradient of shape {tuple(gradient.shape)}"
-            storage = OffloadedStorage(name, [gradient], self._link, host=host, holders=2)  # held by .grad too
+            storage = OffloadedStorage(name, [gradient], self._link, host=host, num_expected_references=2)
             self._storages[id(parameter)] = storage
         return storage
-
-    def _may_move(self, gradient: Tensor) -> bool:
-        """Return True for a dense gradient without a graph, on the device, that owns its memory."""
-        if type(gradient) is not Tensor or gradient.requires_grad or gradient.device != self._link.device:
-            return False
-        is_dense = gradient.layout is torch.strided and gradient.numel() > 1
-        return is_dense and gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
 def _call_with(note: Callable[[nn.Parameter], None], reference: "weakref.ref[nn.Parameter]", _: Tensor | None) -> None:

@@ -71,7 +71,7 @@ class ObservedCall:
                 self._observer.end_forwards(depth)
 
     def _called(self) -> Any:
-        """Return the module that is called: the layer, or one with a copy of its attributes, as a replica has."""
+        """Return the module that is called: the layer, or a replica with a copy of its ``__dict__`` (DataParallel)."""
         frame = sys._getframe(1)
         for _ in range(16):  # torch.compile and type checkers add some
             if frame is None:

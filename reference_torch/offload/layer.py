@@ -55,8 +55,8 @@ class OffloadedLayer:
         self._is_replayed = False
         self.observer: LayerObserver | None = None
         self.parameters = list(module.parameters())
-        self.retained: list[str] = []
-        """Names of the tensors that stay on the device, with the reason."""
+        self.retained: dict[str, str] = {}
+        """Reasons why tensors stay on the device, by the name of the tensor."""
         self.storages: list[OffloadedStorage] = []
         self._handles: list[RemovableHandle] = []
         self._ids = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
@@ -65,7 +65,7 @@ class OffloadedLayer:
             moving = known.get(address)
             reason = _reason_to_retain(storage, list(tensors.values())) if moving is None else None
             if reason is not None:
-                self.retained.append(f"{next(iter(tensors))}: {reason}")
+                self.retained[next(iter(tensors))] = reason
                 continue
             if moving is None:
                 name = f"{next(iter(tensors))} of layer {layer_id}"
@@ -166,7 +166,7 @@ class OffloadedLayer:
         if runs_forward:
             for tensor in self._possible_statistics:
                 if not tensor.requires_grad:
-                    self._storage_of[id(tensor)].note_difference()
+                    self._storage_of[id(tensor)].note_change_if_bytes_differ()
 
     def watch_state(
         self, require: Callable[[int], None], evict_unneeded: Callable[[], None], end_failed: Callable[[], None]
@@ -174,9 +174,9 @@ class OffloadedLayer:
         """Register hooks that make ``state_dict`` and ``load_state_dict`` work while the layer is on the host.
 
         Args:
-            require: called before the state is loaded.
-            evict_unneeded: called after the state is loaded.
-            end_failed: called before the state is read.
+            require: fetches the layer, before its state is loaded.
+            evict_unneeded: evicts layers that the next uses do not need, after the state is loaded.
+            end_failed: ends uses that an exception has left open, before the state is read.
         """
 
         def before_reading(*_: Any) -> None:
@@ -240,10 +240,10 @@ class OffloadedLayer:
         by_address: dict[int, tuple[UntypedStorage, dict[str, Tensor]]] = {}
         for name, tensor in chain(self.module.named_parameters(), self.module.named_buffers()):
             if type(tensor) not in (Tensor, nn.Parameter, OffloadedParameter, OffloadedTensor):
-                self.retained.append(f"{name}: a tensor subclass, {type(tensor).__name__}")
+                self.retained[name] = f"a tensor subclass, {type(tensor).__name__}"
                 continue
             if tensor.is_inference():
-                self.retained.append(f"{name}: a tensor of inference mode, whose changes are not counted")
+                self.retained[name] = "a tensor of inference mode, whose changes are not counted"
                 continue
             with torch._C.DisableTorchFunctionSubclass():
                 storage = tensor.untyped_storage()

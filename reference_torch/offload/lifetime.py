@@ -18,17 +18,12 @@ class Closable(Protocol):
         ...
 
 
-def weak_method(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Return a function that calls a bound method while its object is alive.
-
-    Args:
-        method: the bound method.
-        otherwise: called after the object is deleted; None: nothing is called.
-    """
+def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a bound method while its object is alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
-        target = reference() or otherwise
+        target = reference()
         return None if target is None else target(*arguments)
 
     return call

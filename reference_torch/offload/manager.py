@@ -18,11 +18,11 @@ from reference_torch.offload.activations import ActivationGroup
 from reference_torch.offload.lifetime import close_dropped, weak_method
 from reference_torch.offload.observe import LayerObserver
 from reference_torch.offload.optimizer import OptimizerParts, check_is_per_parameter
-from reference_torch.offload.optimizer_state import step_by_layer
-from reference_torch.offload.residency import Moved, Residency
-from reference_torch.offload.saved import guard_saved
+from reference_torch.offload.residency import OffloadTargets, Residency
+from reference_torch.offload.saved import layer_saved_tensor_hooks
 from reference_torch.offload.scheduling import UseScheduler
 from reference_torch.offload.statistics import OffloadStatistics
+from reference_torch.offload.update_targets import step_by_layer
 from reference_torch.recompute import internals
 
 
@@ -87,8 +87,9 @@ class TensorOffloadManager:
         self.num_prefetch_layers = num_prefetch_layers
         self._activation_layers = activation_layers
         self._activation_values = _checked_values(activation_values or {})
-        moved = Moved(pin_memory, parameters, activations, activation_min_bytes, optimizer_state, gradients)
-        self._residency = Residency(moved)
+        self._residency = Residency(
+            OffloadTargets(pin_memory, parameters, activations, activation_min_bytes, optimizer_state, gradients)
+        )
         self._scheduler = UseScheduler(self._residency, num_prefetch_layers)
 
     def __del__(self) -> None:
@@ -214,7 +215,7 @@ class TensorOffloadManager:
         parts = OptimizerParts(optimizer, {n: layers[n].parameters for n in reversed(scheduler.order.layers)})
         try:
             parts.step(None)
-            step_by_layer(scheduler.order.layers, self._residency.moved_with_updates, update, optimizer)
+            step_by_layer(scheduler.order.layers, self._residency.update_targets, update, optimizer)
         finally:
             parts.join()
 
@@ -248,7 +249,7 @@ class TensorOffloadManager:
     def saved_tensor_hooks(self, group: ActivationGroup | None) -> saved_tensors_hooks:
         """Return the saved-tensor hooks of a layer's forward, which fetch parameters before backward reads them."""
         require = weak_method(self._scheduler.require_storage)
-        return guard_saved(self._residency.storages, require, self._residency.activations, group)
+        return layer_saved_tensor_hooks(self._residency.storages, require, self._residency.activations, group)
 
     def new_group(self) -> ActivationGroup | None:
         """Return the activation group of the forward that has started, or None if no activation moves."""
@@ -283,7 +284,10 @@ class TensorOffloadManager:
 
     @property
     def trace(self) -> list[str] | None:
-        """A list of all moves and uses if the caller sets it to a list: ``+3`` fetched, ``F3`` used, ``-3`` evicted."""
+        """A list of all moves and uses, if the caller sets it to a list.
+
+        ``+3``: layer 3 is fetched, ``F3``: used, ``-3``: evicted, ``-a3.0``: its activations of microbatch 0 leave.
+        """
         return self._residency.trace
 
     @trace.setter

@@ -8,7 +8,7 @@ import contextlib
 import threading
 import weakref
 from contextvars import Token
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -85,9 +85,9 @@ class LayerObserver:
         self._on_replay = weak_method(listener.on_replay)
         self._watched: set[int] = set()
         """Indices of the parameters that have a gradient hook."""
-        self._boundaries: weakref.WeakSet[_Boundary] = weakref.WeakSet()
-        """Boundaries of leaf tensors, which outlive their graphs."""
-        self._running: list[tuple[_Call, ActivationGroup | None, contextlib.ExitStack, Token]] = []
+        self._leaf_hooks: weakref.WeakSet[_GradientHook] = weakref.WeakSet()
+        """Hooks of leaf tensors, which outlive their graphs."""
+        self._running: list[_RunningForward] = []
         self.thread: threading.Thread | None = None
         """Thread of the running forward; None also for a replay in backward."""
         self.backward: _Call | None = None
@@ -113,8 +113,8 @@ class LayerObserver:
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        for boundary in self._boundaries:
-            boundary.forget(self)
+        for hook in self._leaf_hooks:
+            hook.forget(self)
 
     def __deepcopy__(self, memo: dict) -> "LayerObserver":
         return self  # the hooks of a copied module ignore it
@@ -137,15 +137,15 @@ class LayerObserver:
             self._watch_parameters()
             for tensor in _with_gradient((args, kwargs)):
                 call.inputs += 1
-                boundary = _boundary(tensor)
-                boundary.add_consumer(call)
+                hook = _gradient_hook(tensor)
+                hook.add_consumer(call)
                 if tensor.is_leaf:
-                    self._boundaries.add(boundary)
+                    self._leaf_hooks.add(hook)
         with contextlib.ExitStack() as scope:
             if group is not None and group.values is not None and not group.stays_on_device:
                 group.named = scope.enter_context(recorded_names())
             scope.enter_context(listener.saved_tensor_hooks(group))
-            self._running.append((call, group, scope.pop_all(), before_replay.set(self._on_replay)))
+            self._running.append(_RunningForward(call, group, scope.pop_all(), before_replay.set(self._on_replay)))
         self.thread = None if runs_in_backward() else threading.current_thread()
 
     @outside_compiled_graphs
@@ -161,7 +161,7 @@ class LayerObserver:
         if torch.is_grad_enabled():
             for tensor in _with_gradient(output):
                 if not tensor.is_leaf:  # the layer has computed nothing whose gradient comes after that of a leaf
-                    _boundary(tensor).producers.append(call)
+                    _gradient_hook(tensor).producers.append(call)
         listener = self.listener
         if listener is None:
             return
@@ -195,6 +195,17 @@ class LayerObserver:
             self.backward.end_if_complete()
 
 
+class _RunningForward(NamedTuple):
+    """A forward that has begun, and what its end undoes."""
+
+    call: "_Call"
+    group: ActivationGroup | None
+    scope: contextlib.ExitStack
+    """The saved-tensor hooks, and the record of named values."""
+    before_replay: Token
+    """The former value of ``before_replay``."""
+
+
 class _Call:
     """One forward call of a layer and its backward."""
 
@@ -217,7 +228,7 @@ class _Call:
         self.missing = self.observer.expected_gradients()
         listener.on_backward_pre_hook(self.observer.layer_id)
 
-    def input_done(self) -> None:
+    def note_input_gradient(self) -> None:
         """Count the gradient of one input."""
         if self.observer.backward is self:
             self.inputs_left -= 1
@@ -232,8 +243,8 @@ class _Call:
                 listener.on_backward_post_hook(self.observer.layer_id)
 
 
-class _Boundary:
-    """A gradient hook of a tensor between layers.
+class _GradientHook:
+    """A gradient hook on an input or output of a layer.
 
     The gradient first ends the backward of the layers that read the tensor, then begins that of its producers.
     """
@@ -256,25 +267,25 @@ class _Boundary:
         tensor = self._tensor()
         if tensor is not None and not self._consumers and not self.producers:
             self._handle.remove()
-            vars(tensor).pop("_offload_boundary", None)
+            vars(tensor).pop("_offload_hook", None)
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a copied or saved tensor is in no graph
 
     def __call__(self, gradient: Tensor) -> None:
         for call in filter(None, [reference() for reference in self._consumers]):
-            call.input_done()
+            call.note_input_gradient()
         for call in self.producers:
             call.begin()
 
 
-def _boundary(tensor: Tensor) -> _Boundary:
-    """Return the boundary of a tensor; create it on first use."""
-    boundary = vars(tensor).get("_offload_boundary")
-    if boundary is None:
-        boundary = _Boundary(tensor)
-        vars(tensor)["_offload_boundary"] = boundary
-    return boundary
+def _gradient_hook(tensor: Tensor) -> _GradientHook:
+    """Return the hook of a tensor; create it on first use."""
+    hook = vars(tensor).get("_offload_hook")
+    if hook is None:
+        hook = _GradientHook(tensor)
+        vars(tensor)["_offload_hook"] = hook
+    return hook
 
 
 def _with_gradient(values: Any) -> list[Tensor]:

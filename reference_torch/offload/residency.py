@@ -18,16 +18,16 @@ from reference_torch.offload.statistics import OffloadStatistics
 from reference_torch.offload.storage import OffloadedStorage
 
 
-class Moved(NamedTuple):
-    """What moves between device and host.
+class OffloadTargets(NamedTuple):
+    """What is offloaded, and how.
 
     Args:
         pin_memory: place host copies in pinned memory; only on a GPU.
-        parameters: the parameters and buffers of layers move.
-        activations: the tensors that layers save for backward move.
+        parameters: offload the parameters and buffers of layers.
+        activations: offload the tensors that layers save for backward.
         activation_min_bytes: activations of fewer bytes stay on the device.
-        optimizer_state: the optimizer state of layers moves.
-        gradients: the gradients of layers move.
+        optimizer_state: offload the optimizer state of layers.
+        gradients: offload the gradients of layers.
     """
 
     pin_memory: bool
@@ -42,10 +42,10 @@ class Residency:
     """The layers of one manager on the device and on the host.
 
     Args:
-        moved: what moves.
+        targets: what is offloaded.
     """
 
-    def __init__(self, moved: Moved) -> None:
+    def __init__(self, targets: OffloadTargets) -> None:
         self.statistics = OffloadStatistics()
         self.trace: list[str] | None = None
         self.layers: dict[int, OffloadedLayer] = {}
@@ -53,10 +53,10 @@ class Residency:
         """Storages that move, by their address."""
         self.link: Link | None = None
         self.activations: ActivationOffload | None = None
-        self.moments: OffloadedOptimizerState | None = None
+        self.optimizer_state: OffloadedOptimizerState | None = None
         self.gradients: OffloadedGradients | None = None
         self.is_closed = False
-        self._moved = moved
+        self._targets = targets
         self._outgoing: list[int] = []
         """Layers whose copies to the host have started and whose device memory is not released."""
         self._retained: dict[int, OffloadedStorage] = {}
@@ -78,20 +78,21 @@ class Residency:
         """
         self.check_open()
         check_new(layer_id, module, self.layers)
-        link = self.link or Link(device_of(layer_id, module), self._moved.pin_memory)
+        link = self.link or Link(device_of(layer_id, module), self._targets.pin_memory)
         device_of(layer_id, module, link.device)
-        layer = OffloadedLayer(layer_id, module, self.storages, link, fetch_for_access, self._moved.parameters)
+        layer = OffloadedLayer(layer_id, module, self.storages, link, fetch_for_access, self._targets.parameters)
         self.link = link
         return layer
 
     def note_registered(self, layer: OffloadedLayer) -> None:
         """Complete the registration of a layer, whose observer exists."""
-        if self._moved.activations and self.activations is None and self.link is not None:
+        assert self.link is not None, "add() has created the link"
+        if self._targets.activations and self.activations is None:
             record = weak_method(self.record)
-            self.activations = ActivationOffload(self.link, self.statistics, self._moved.activation_min_bytes, record)
-        if self._moved.optimizer_state and self.moments is None and self.link is not None:
-            self.moments = OffloadedOptimizerState(self.link, self.statistics)
-        if self._moved.gradients and self.gradients is None and self.link is not None:
+            self.activations = ActivationOffload(self.link, self.statistics, self._targets.activation_min_bytes, record)
+        if self._targets.optimizer_state and self.optimizer_state is None:
+            self.optimizer_state = OffloadedOptimizerState(self.link, self.statistics)
+        if self._targets.gradients and self.gradients is None:
             self.gradients = OffloadedGradients(self.link, self.statistics)
         self.layers[layer.layer_id] = layer
         self.storages.update({storage.device_storage._cdata: storage for storage in layer.storages})
@@ -118,9 +119,9 @@ class Residency:
             raise OffloadError("manager: expected an open one, got a closed one; make a new TensorOffloadManager")
 
     @property
-    def moved_with_updates(self) -> list[OffloadedGradients | OffloadedOptimizerState]:
+    def update_targets(self) -> list[OffloadedGradients | OffloadedOptimizerState]:
         """The gradients and the optimizer state that move with the update of a layer, if they are offloaded."""
-        return [moved for moved in (self.gradients, self.moments) if moved is not None]
+        return [target for target in (self.gradients, self.optimizer_state) if target is not None]
 
     @property
     def resident_layers(self) -> tuple[int, ...]:
@@ -140,11 +141,11 @@ class Residency:
 
     def reasons_to_retain(self) -> dict[str, str]:
         """Return the reasons why storages stay on the device, by the name of the storage."""
-        retained = {}
-        for number, layer in self.layers.items():
-            for entry in layer.retained:
-                name, reason = entry.split(": ", 1)
-                retained[f"{name} of layer {number}"] = reason
+        retained = {
+            f"{name} of layer {number}": reason
+            for number, layer in self.layers.items()
+            for name, reason in layer.retained.items()
+        }
         return retained | {storage.name: IN_USE for storage in self._retained.values()}
 
     def fetch(self, layer_id: int) -> None:
@@ -159,7 +160,7 @@ class Residency:
 
     def note_use(self, layer_id: int) -> None:
         """Count a use of a layer whose fetch has not begun because of this use, unless layers do not move."""
-        if self._moved.parameters:
+        if self._targets.parameters:
             self.statistics.note_use(layer_id, hit=self.layers[layer_id].is_resident)
 
     def wait_for_fetch(self, layer_id: int) -> None:
@@ -172,7 +173,7 @@ class Residency:
     def evict(self, layer_id: int) -> None:
         """Start to copy a layer to the host, except what a resident layer shares or others hold."""
         layer = self.layers[layer_id]
-        if not layer.is_resident or not self._moved.parameters:
+        if not layer.is_resident or not self._targets.parameters:
             return
         layer.is_resident = False
         shared = {id(m) for other in self.layers.values() if other.is_resident for m in other.storages}
@@ -217,8 +218,8 @@ class Residency:
             OffloadError: the device has no room for some layers.
         """
         close_layers(self.layers)
-        for moved in self.moved_with_updates:
-            moved.close()
+        for target in self.update_targets:
+            target.close()
         self.is_closed = True
         self.storages.clear()
         self._retained.clear()
@@ -237,7 +238,7 @@ class Residency:
     @property
     def _num_resident(self) -> int:
         """The number of layers on the device, for the statistics; 0 if layers do not move."""
-        return len(self.resident_layers) if self._moved.parameters else 0
+        return len(self.resident_layers) if self._targets.parameters else 0
 
     def _note_bytes(self) -> None:
         """Update the peaks of the statistics."""

@@ -12,19 +12,27 @@ from reference_torch.offload.storage import OffloadedStorage, fetch_now
 from reference_torch.recompute import internals, lazy_restore
 
 
-class SavedParameter:
-    """A value saved for backward: a parameter, a value of outer hooks (``unpack``), or an ordinary tensor."""
+class SavedValue:
+    """A stand-in for a value saved for backward that activation offload does not move.
 
-    __slots__ = ("storage", "tensor", "unpack", "version")
+    Args:
+        tensor: the value, or what the outer hooks have packed it to.
+        storage: storage of a parameter that moves; None: the value is no such parameter.
+        outer_unpack: unpack of the outer hooks; None: there are none.
+    """
 
-    def __init__(self, tensor: Any, storage: OffloadedStorage | None, unpack: Callable[[Any], Tensor] | None) -> None:
+    __slots__ = ("outer_unpack", "storage", "tensor", "version")
+
+    def __init__(
+        self, tensor: Any, storage: OffloadedStorage | None, outer_unpack: Callable[[Any], Tensor] | None
+    ) -> None:
         self.tensor = tensor
         self.storage = storage
-        self.unpack = unpack
-        self.version = None if unpack is not None else tensor._version
+        self.outer_unpack = outer_unpack
+        self.version = None if outer_unpack is not None else tensor._version
 
 
-def guard_saved(
+def layer_saved_tensor_hooks(
     storages: Mapping[int, OffloadedStorage],
     require: Callable[[OffloadedStorage], None],
     activations: ActivationOffload | None,
@@ -46,7 +54,7 @@ def guard_saved(
     if group is None or not lazy_restore.is_alone(outer):
         activations = None
 
-    def pack(tensor: Tensor) -> SavedParameter | SavedActivation:
+    def pack(tensor: Tensor) -> SavedValue | SavedActivation:
         storage = storages.get(internals.storage_address(tensor) or 0)
         if storage is None and activations is not None and group is not None:
             activation = activations.pack(group, tensor)
@@ -60,17 +68,17 @@ def guard_saved(
         if storage is not None:
             storage.note_alias(saved)
         if outer is not None and (storage is None or is_checkpoint):
-            return SavedParameter(outer[0](tensor if storage is None else saved), storage, outer[1])
-        return SavedParameter(saved, storage, None)
+            return SavedValue(outer[0](tensor if storage is None else saved), storage, outer[1])
+        return SavedValue(saved, storage, None)
 
-    def unpack(saved: SavedParameter | SavedActivation) -> Tensor:
+    def unpack(saved: SavedValue | SavedActivation) -> Tensor:
         if isinstance(saved, SavedActivation):
             assert activations is not None, "an activation was saved without activation offload"
             return activations.unpack(saved)
-        value = saved.tensor if saved.unpack is None else saved.unpack(saved.tensor)
+        value = saved.tensor if saved.outer_unpack is None else saved.outer_unpack(saved.tensor)
         if saved.storage is not None:
             require(saved.storage)
-        if saved.unpack is not None:
+        if saved.outer_unpack is not None:
             return value
         fetch_now(saved.tensor)  # another manager may have registered it since
         if saved.tensor._version != saved.version:  # PyTorch checks versions only without hooks
@@ -81,5 +89,5 @@ def guard_saved(
             )
         return saved.tensor
 
-    pack.outer = outer  # pyright: ignore[reportFunctionMemberAccess]
+    pack.outer = outer  # pyright: ignore[reportFunctionMemberAccess]  # read by recompute.internals
     return saved_tensors_hooks(pack, unpack)

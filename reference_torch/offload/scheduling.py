@@ -23,7 +23,7 @@ LOOK_AHEAD = 4096
 """Number of predicted uses that are searched for the next backwards, because a prediction has no end."""
 
 
-class UseOrder:
+class UsePredictor:
     """A record of past uses and a forecast of the next uses.
 
     Args:
@@ -36,13 +36,14 @@ class UseOrder:
         self.training = True
         """True if backward follows forward."""
         self._num_prefetch_layers = num_prefetch_layers
-        self._pass: list[int] = []
+        self._current_forward: list[int] = []
         """Layers of the current forward so far."""
         self._expected: deque[Use] = deque()
         """Announced uses that have not begun."""
         self._last: Use | None = None
         self.pending: list[int] = []
-        """Layers whose backward waits for a replay; it begins or continues when it reads a parameter."""
+        """Layers whose backward autograd has announced, and whose replay comes first. The backward begins or continues
+        when it reads a parameter."""
         self._replays: dict[int, tuple[int, ...]] = {}
         """By layer, the layers that the last step replayed before the layer's backward."""
         self._replayed: list[int] = []
@@ -57,7 +58,7 @@ class UseOrder:
         return layer_id in self._replays and not self._replayed
 
     def add(self, layer_id: int) -> None:
-        """Add a registered layer, ordered by its number until a forward has another order."""
+        """Add a registered layer, ordered by its number until a forward runs in another order."""
         self.layers = sorted([*self.layers, layer_id])
 
     def expect(self, uses: Iterable[Use]) -> None:
@@ -68,9 +69,9 @@ class UseOrder:
         """Begin a use and return the window: the layers to fetch, in the order in which they are needed."""
         self._last = use
         self.current = use
-        self._learn_replays(use)
+        self._record_replays(use)
         if not self._expected:
-            self._learn(use)
+            self._record_forward_order(use)
         else:
             expected = self._expected.popleft()
             if expected[:2] == use[:2]:
@@ -108,7 +109,7 @@ class UseOrder:
         """Return the next layers of some uses, as many as a window contains."""
         return next_layers(uses, min(self._num_prefetch_layers + 1, len(self.layers)))
 
-    def _learn_replays(self, use: Use) -> None:
+    def _record_replays(self, use: Use) -> None:
         """Record which layers are replayed before which backward."""
         if use.kind == "R":
             self._replayed.append(use.layer)
@@ -119,25 +120,27 @@ class UseOrder:
                 self._replays[use.layer] = tuple(dict.fromkeys(self._replayed))
         self._replayed = []
 
-    def _learn(self, use: Use) -> None:
+    def _record_forward_order(self, use: Use) -> None:
         """Record the order of the layers in forward."""
-        if use.kind == "F" and use.layer not in self._pass:
-            self._pass.append(use.layer)
+        if use.kind == "F" and use.layer not in self._current_forward:
+            self._current_forward.append(use.layer)
             return
-        if len(self._pass) > 1:
-            self.layers = self._pass + [number for number in self.layers if number not in self._pass]
-        self._pass = [use.layer] if use.kind == "F" else []
+        if len(self._current_forward) > 1:
+            self.layers = self._current_forward + [
+                number for number in self.layers if number not in self._current_forward
+            ]
+        self._current_forward = [use.layer] if use.kind == "F" else []
 
 
-def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
+def _locked(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of the scheduler, so that one thread at a time runs it."""
 
     @wraps(method)
-    def alone(self: "UseScheduler", *args: Any, **options: Any) -> Any:
+    def locked(self: "UseScheduler", *args: Any, **options: Any) -> Any:
         with self._lock:
             return method(self, *args, **options)
 
-    return alone
+    return locked
 
 
 class UseScheduler:
@@ -149,26 +152,26 @@ class UseScheduler:
     """
 
     def __init__(self, residency: Residency, num_prefetch_layers: int) -> None:
-        self.order = UseOrder(num_prefetch_layers)
+        self.order = UsePredictor(num_prefetch_layers)
         self._residency = residency
         self._open: dict[int, str] = {}
         """Kind of the open use of each layer in use."""
         self._until_step: set[int] = set()
         """Layers that stay on the device until the optimizer step."""
-        self._task: int | None = None
+        self._graph_task_id: int | None = None
         """Number of the running call of backward; all uses end with it."""
         self._lock = threading.RLock()
         self._backward_thread: threading.Thread | None = None
         """Thread of the running call of backward."""
 
-    @_one_at_a_time
+    @_locked
     def add(self, layer_id: int) -> None:
         """Add a registered layer."""
         self.order.add(layer_id)
         self._residency.unguard(layer_id)
         self._residency.guard_all_except(self._open)
 
-    @_one_at_a_time
+    @_locked
     def begin(self, use: Use) -> None:
         """Fetch the layer of a use and wait for it, start to fetch the next layers, and evict the others."""
         residency = self._residency
@@ -180,7 +183,8 @@ class UseScheduler:
         self._open[use.layer] = use.kind
         residency.note_use(use.layer)  # before the fetch below
         window = self.order.begin(use)
-        # Evictions come before fetches, which reuse their device memory. Gradients are copied until the next use.
+        # Evictions come before fetches, which reuse their device memory. Here the computation waits for the copies to
+        # the host that the end of the previous use has begun. Gradients are copied until the next use.
         if residency.gradients is not None:
             residency.gradients.evict_arrived()
         self.evict_unneeded(window)
@@ -198,7 +202,7 @@ class UseScheduler:
         residency.unguard(use.layer)
         residency.guard_all_except(self._open)
 
-    @_one_at_a_time
+    @_locked
     def end(self, layer_id: int, kinds: tuple[str, ...]) -> None:
         """End a layer's use if it is of one of these kinds, and evict what the next uses do not need."""
         if self._open.get(layer_id) not in kinds:
@@ -207,7 +211,7 @@ class UseScheduler:
         self._residency.guard_all_except(self._open)
         self.evict_unneeded()
 
-    @_one_at_a_time
+    @_locked
     def begin_forward(self, layer_id: int) -> None:
         """Begin a forward, which is a replay if it runs in backward."""
         if internals.runs_in_backward():
@@ -218,7 +222,7 @@ class UseScheduler:
         self.order.training = torch.is_grad_enabled()
         self.begin(Use("F", layer_id))
 
-    @_one_at_a_time
+    @_locked
     def begin_backward(self, layer_id: int) -> None:
         """Begin a backward, or wait with it for the replay that comes before it."""
         self._check_thread()
@@ -230,14 +234,14 @@ class UseScheduler:
         else:
             self.begin(Use("B", layer_id))
 
-    @_one_at_a_time
+    @_locked
     def end_backward(self, layer_id: int) -> None:
         """End a backward."""
         if layer_id in self.order.pending:  # it was interrupted by a replay and read nothing afterwards
             self.order.pending.remove(layer_id)
         self.end(layer_id, ("B",))
 
-    @_one_at_a_time
+    @_locked
     def begin_steps(self) -> None:
         """End all other uses before the optimizer step."""
         self.end_all()
@@ -257,7 +261,7 @@ class UseScheduler:
             self.order.pending.append(number)
         self.begin(Use("R", layer_id))
 
-    @_one_at_a_time
+    @_locked
     def replay_owner(self, parameters: list[Tensor]) -> None:
         """Begin the replay of the layer whose parameters a recompute region reads.
 
@@ -270,26 +274,26 @@ class UseScheduler:
         if len(numbers) == 1:
             self.replay(numbers[0])
 
-    @_one_at_a_time
+    @_locked
     def fetch(self, layer_id: int) -> None:
         """Start to copy a layer to the device, unless it is already there."""
         self._residency.fetch(layer_id)
 
-    @_one_at_a_time
+    @_locked
     def evict(self, layer_id: int) -> None:
         """Evict a layer, unless it is in use or stays until the optimizer step."""
         self._residency.layer(layer_id)
         if layer_id not in self._open and layer_id not in self._until_step:
             self._residency.evict(layer_id)
 
-    @_one_at_a_time
+    @_locked
     def evict_unneeded(self, window: tuple[int, ...] | None = None) -> None:
         """Evict the layers outside a window; None: the window of the next uses."""
         window = self.order.next_window() if window is None else window
         for other in [number for number in self._residency.resident_layers if number not in window]:
             self.evict(other)
 
-    @_one_at_a_time
+    @_locked
     def require(self, layer_id: int) -> None:
         """Fetch a layer and wait for it; it stays on the device until the next use ends."""
         if layer_id in self.order.pending:
@@ -300,7 +304,7 @@ class UseScheduler:
         self._residency.fetch(layer_id)
         self._residency.wait_for_fetch(layer_id)
 
-    @_one_at_a_time
+    @_locked
     def require_storage(self, storage: OffloadedStorage) -> None:
         """Fetch the layer that owns a storage and wait for it.
 
@@ -312,7 +316,7 @@ class UseScheduler:
             if pending or not storage.is_on_device:
                 self.require([*pending, *owners][0])
 
-    @_one_at_a_time
+    @_locked
     def fetch_for_access(self, layer_id: int) -> None:
         """Fetch a layer for a read or write of a parameter outside the layer's uses."""
         self._check_thread()
@@ -321,7 +325,7 @@ class UseScheduler:
         if layer_id not in self._open:
             self._residency.layers[layer_id].note_change()
 
-    @_one_at_a_time
+    @_locked
     def end_all(self) -> None:
         """End uses that are still open because a part of the graph did not run, or an exception was raised."""
         self.order.pending.clear()
@@ -336,7 +340,7 @@ class UseScheduler:
         for layer in layers.values():
             layer.end_replay()
 
-    @_one_at_a_time
+    @_locked
     def end_failed(self) -> None:
         """End uses that an exception left open, before their parameters are read."""
         self._check_thread()
@@ -345,7 +349,7 @@ class UseScheduler:
         if self._open and not internals.runs_in_backward() and not any(running):
             self.end_all()
 
-    @_one_at_a_time
+    @_locked
     def forget_open(self) -> None:
         """Forget all open uses, because the manager is closed."""
         self._open.clear()
@@ -353,12 +357,12 @@ class UseScheduler:
     def _end_with_backward(self) -> None:
         """End all open uses when the running backward ends."""
         task = torch._C._current_graph_task_id()
-        if task not in (-1, self._task):
-            self._task = task
+        if task not in (-1, self._graph_task_id):
+            self._graph_task_id = task
             self._backward_thread = threading.current_thread()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backwards)  # pyright: ignore
 
-    @_one_at_a_time
+    @_locked
     def _end_backwards(self) -> None:
         """End all uses when a call of backward has ended."""
         self._backward_thread = None

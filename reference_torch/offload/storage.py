@@ -39,21 +39,21 @@ def gradient_node(tensor: Tensor) -> Node | None:
         return get_gradient_edge(tensor).node
 
 
-def _is_saved_elsewhere(tensor: Tensor, saved: Iterable[Tensor], holders: int) -> bool:
+def _is_saved_elsewhere(tensor: Tensor, saved: Iterable[Tensor], num_expected_references: int) -> bool:
     """Return True if a graph saved a tensor without offload's hooks.
 
-    Expected references are its holders, the node that accumulates its gradient, and its saved views.
+    Expected are these references, the node that accumulates its gradient, and its saved views.
 
     Args:
         tensor: the tensor.
         saved: tensors in the same storage that were saved under offload's hooks.
-        holders: see OffloadedStorage.
+        num_expected_references: see OffloadedStorage.
     """
     views = sum(view._base is tensor for view in saved)
-    if internals.tensor_holders(tensor) <= holders + views:
+    if internals.tensor_holders(tensor) <= num_expected_references + views:
         return False
     node = gradient_node(tensor)  # held while counted
-    return internals.tensor_holders(tensor) > holders + views + (node is not None)
+    return internals.tensor_holders(tensor) > num_expected_references + views + (node is not None)
 
 
 class _Offloaded:
@@ -130,7 +130,8 @@ class OffloadedStorage:
         fetch_layer: called if a tensor is used while its layer is not; calls ``fetch``, ``wait_for_fetch`` and
             ``unguard``. None: the storage does so itself.
         host: storage on the host for the copy, written by the first eviction; None: new memory, written at once.
-        holders: references to each tensor besides those of graphs: 1, its Python object.
+        num_expected_references: C++ references to each tensor besides those of graphs: 1 for its Python object, 2 if it
+            is also the ``grad`` of a parameter.
 
     Raises:
         OffloadError: the host has no free memory.
@@ -143,7 +144,7 @@ class OffloadedStorage:
         link: Link,
         fetch_layer: Callable[[], None] | None = None,
         host: UntypedStorage | None = None,
-        holders: int = 1,
+        num_expected_references: int = 1,
     ) -> None:
         self.name = name
         self.tensors = list(tensors)
@@ -151,7 +152,7 @@ class OffloadedStorage:
         self.device_storage = self.tensors[0].untyped_storage()
         self.nbytes = self.device_storage.nbytes()
         self.host = link.host_copy(self.device_storage) if host is None else host
-        self._holders = holders
+        self._expected_references = num_expected_references
         self._fetch_layer = fetch_layer
         self._aliases: dict[int, weakref.ref[Tensor]] = {}
         self._is_replayed = False
@@ -162,8 +163,8 @@ class OffloadedStorage:
         self._last_copy: Copy | None = None
         """The last copy from or to the host, which may still run on a GPU after wait(); copies run in order."""
         self._is_on_device = True
-        self._copied_at = self._version if host is None else ()
-        """Version counters at the last copy between host and device; (): the tensors may have changed since."""
+        self._host_versions: tuple[int, ...] | None = self._version if host is None else None
+        """Version counters when the host copy was last equal; None: it may differ."""
 
     @property
     def is_on_device(self) -> bool:
@@ -186,7 +187,7 @@ class OffloadedStorage:
             saved = [alias for alias in (reference() for reference in [*self._aliases.values()]) if alias is not None]
             if not is_held_only_by(self.device_storage, [*self.tensors, *saved]):
                 return True
-            return any(_is_saved_elsewhere(tensor, saved, self._holders) for tensor in self.tensors)
+            return any(_is_saved_elsewhere(tensor, saved, self._expected_references) for tensor in self.tensors)
 
     @property
     def is_dropped(self) -> bool:
@@ -203,7 +204,7 @@ class OffloadedStorage:
     @property
     def is_changed(self) -> bool:
         """True if the tensors changed after they were copied to the host."""
-        return self._is_on_device and self._copied_at != self._version
+        return self._is_on_device and self._host_versions != self._version
 
     @property
     def _version(self) -> tuple[int, ...]:
@@ -215,7 +216,7 @@ class OffloadedStorage:
         known = {id(tensor) for tensor in self.tensors}
         changed = self.is_changed
         self.tensors += [tensor for tensor in tensors if id(tensor) not in known]
-        self._copied_at = () if changed else self._version
+        self._host_versions = None if changed else self._version
 
     def forget_tensors(self) -> None:
         """Release the tensors, which refer to this storage while they are guarded, without waiting for a collection."""
@@ -243,10 +244,10 @@ class OffloadedStorage:
 
     def note_change(self) -> None:
         """Record that the tensors were written."""
-        self._copied_at = ()
+        self._host_versions = None
 
-    def note_difference(self) -> None:
-        """Record a write if the bytes differ from those on the host; on a GPU, which a read would wait for, always."""
+    def note_change_if_bytes_differ(self) -> None:
+        """Record a change if the bytes differ from those on the host; on a GPU always, because comparing would wait."""
         if not self._is_on_device or self.is_changed:
             return
         here = self.device_storage
@@ -265,13 +266,13 @@ class OffloadedStorage:
             OffloadError: the tensor now has another storage.
         """
         self._check_storage()
-        before = self._copied_at
+        before = self._host_versions
         if self.is_changed:
             self.write_back()
         if self._last_copy is not None:  # it may still write the bytes that the caller reads, or read those it writes
             self._last_copy.synchronize()
-        if before == ():  # a holder that wrote it undetected may do so again
-            self._copied_at = before
+        if before is None:  # a holder that wrote it undetected may do so again
+            self._host_versions = before
         with torch.inference_mode(False):
             like = torch.empty(0, dtype=tensor.dtype)
             return like.set_(self.host, tensor.storage_offset(), tensor.shape, tensor.stride())  # pyright: ignore
@@ -300,7 +301,7 @@ class OffloadedStorage:
             try:
                 written.wait()
             except OffloadError:
-                self._copied_at = ()  # the next eviction copies it again
+                self._host_versions = None  # the next eviction copies it again
                 self._last_copy = None
             return 0
         if internals.HAS_SWAP:
@@ -363,14 +364,14 @@ class OffloadedStorage:
             written.wait()
         except OffloadError:
             self._is_on_device = True  # only the device has valid bytes
-            self._copied_at = ()
+            self._host_versions = None
             self._last_copy = None
             raise
         self._empty()
 
     def write_back(self) -> Copy:
         """Start to update the host copy; the caller waits for it before it uses either storage."""
-        self._copied_at = self._version
+        self._host_versions = self._version
         self._last_copy = self._link.copy(self.host, self.device_storage)
         return self._last_copy
 

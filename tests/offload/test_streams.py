@@ -66,7 +66,7 @@ def test_a_host_copy_is_written_after_the_copy_from_it_has_ended():
     host_value(parameter)
     storage.fetch()
     storage.wait_for_fetch()
-    storage._copied_at = storage._version
+    storage._host_versions = storage._version
     assert storage.evict() == 0, "unchanged"
     host_value(parameter)
     assert not link.waiting
