@@ -17,7 +17,6 @@ already, the copies do nothing. In a pipeline, every action is a separate pass: 
 from jax_impl.offload.modules import OffloadedModules, offload_modules
 from jax_impl.offload.residency import (
     Layers,
-    MoveCounter,
     Pass,
     copy_to_device,
     is_on_host,
@@ -25,7 +24,7 @@ from jax_impl.offload.residency import (
     without_offload,
 )
 from jax_impl.offload.stack import run_offloaded, single_pass
-from jax_impl.offload.step import OffloadedStep, plan_statistics
+from jax_impl.offload.step import OffloadedStep
 from jax_impl.offload.update import OffloadedParameters, UpdateFunction, layer_numbers
 
 __all__ = [
@@ -40,9 +39,7 @@ __all__ = [
     "Pass",
     "single_pass",
     "Layers",
-    "MoveCounter",
     "copy_to_device",
     "is_on_host",
-    "plan_statistics",
     "layer_numbers",
 ]

@@ -8,9 +8,9 @@ from jax import Array
 
 from diptych.plans.model.layers import Offloaded, is_offloaded
 from diptych.plans.model.values import LAYER_INPUT
-from diptych.plans.offload import Use, activation_event
+from diptych.plans.offload import MoveCounter, Use, activation_event
 from jax_impl.offload.layer import Saved
-from jax_impl.offload.residency import MoveCounter, Pass, is_on_host
+from jax_impl.offload.residency import Pass, array_to_host, is_on_host
 
 State = TypeVar("State")
 
@@ -78,4 +78,4 @@ class Activations:
         if nbytes < self._min_bytes or not is_offloaded(name, offloaded):
             return array
         self._moved.note(nbytes)
-        return jax.device_put(array, jax.memory.Space.Host)
+        return array_to_host(array)

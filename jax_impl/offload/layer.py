@@ -50,28 +50,28 @@ class LayerRule:
     Args:
         block: recompute block of the layer.
         dropped: names of the values that are not saved.
-        first: True if the input of the layer is saved, as for the first layer of a block.
-        last: True if the replay is part of the layer's backward, as for the last layer of a block.
+        saves_input: True if the input of the layer is saved, as for the first layer of a block that is replayed whole.
+        replays_in_backward: True if a replay of the layer is part of its backward, as for the last one of such a block.
         analysis: analysis of the layer's program, shared by layers with equal programs.
-        named: True if only named values are saved, even if nothing is recomputed.
+        saves_named_only: True if only named values are saved, even if nothing is recomputed.
     """
 
     block: RecomputeBlock
     dropped: frozenset[str]
-    first: bool
-    last: bool
+    saves_input: bool
+    replays_in_backward: bool
     analysis: LayerAnalysis
-    named: bool = False
+    saves_named_only: bool = False
 
     @property
-    def _recomputed(self) -> bool:
-        """True if only named values are saved."""
-        return self.named or self.block.kind != "none"
+    def _has_named_values(self) -> bool:
+        """True if the saved values are named values, not leaves of the pull-back."""
+        return self.saves_named_only or self.block.kind != "none"
 
     @property
     def names(self) -> list[str | None]:
-        """Names of the values that the last forward has saved, Saved.values."""
-        if self._recomputed:
+        """Names of ``Saved.values`` of the last traced forward."""
+        if self._has_named_values:
             assert self.analysis.names_read is not None, "forward has run"
             return self.analysis.names_read
         assert self.analysis.leaves is not None, "forward has run"
@@ -79,26 +79,26 @@ class LayerRule:
 
     def is_replayed(self, kind: str) -> bool:
         """Return True if a use of this kind replays the layer's forward."""
-        return kind == "R" or (self._recomputed and self.last)
+        return kind == "R" or (self._has_named_values and self.replays_in_backward)
 
     def forward(self, run: Run, layer: Differentiated, x: Array) -> tuple[Array, Saved]:
         """Return the output of the layer and the values saved for backward."""
-        if not self._recomputed:
+        if not self._has_named_values:
             y, pull_back = jax.vjp(run, layer, x)
             return y, Saved(None, self._leaves(run, layer, x, [], pull_back))
         y, named, names = run_saving(run, self.dropped, layer, x)
 
         def replay(layer: Differentiated, x: Array, named: list[Array], grad: Array) -> tuple:
             y, pull_back = run_from_saved(run, self.dropped, named, layer, x)
-            return pull_back(grad), None if self.last else y
+            return pull_back(grad), None if self.replays_in_backward else y
 
-        known = self.analysis
-        if known.is_read is None:
-            known.is_read = arguments_read(replay, layer, x, named, y)[len(jax.tree.leaves(layer)) + 1 : -1]
-            known.named = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in named]
-            known.names_read = [name for name, is_read in zip(names, known.is_read, strict=True) if is_read]
-        values = [value for value, is_read in zip(named, known.is_read, strict=True) if is_read]
-        return y, Saved(x if self.first else None, values)
+        analysis = self.analysis
+        if analysis.is_read is None:
+            analysis.is_read = arguments_read(replay, layer, x, named, y)[len(jax.tree.leaves(layer)) + 1 : -1]
+            analysis.named = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in named]
+            analysis.names_read = [name for name, is_read in zip(names, analysis.is_read, strict=True) if is_read]
+        values = [value for value, is_read in zip(named, analysis.is_read, strict=True) if is_read]
+        return y, Saved(x if self.saves_input else None, values)
 
     def replay(self, run: Run, layer: Differentiated, saved: Saved) -> tuple[Array, Saved]:
         """Replay the layer and return its output and the values that backward needs besides parameters."""
@@ -129,8 +129,8 @@ class LayerRule:
         ]
 
     def _pull_back(self, run: Run, layer: Differentiated, x: Array, named: list[Array]) -> tuple[Array, Callable]:
-        """Return the output of a layer and its pull-back, from named values if the layer is recomputed."""
-        if self._recomputed:
+        """Return the output of a layer and its pull-back, from named values if it saves these."""
+        if self._has_named_values:
             return run_from_saved(run, self.dropped, named, layer, x)
         return jax.vjp(run, layer, x)
 

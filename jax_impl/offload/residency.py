@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -11,7 +10,7 @@ from flax import nnx
 from jax import Array
 
 from diptych.plans.config import TransformerConfig
-from diptych.plans.offload import ActivationMoves, Use, UseMoves
+from diptych.plans.offload import ActivationMoves, MoveCounter, Use, UseMoves
 
 Layers = dict[int, list[Array]]
 """Arrays of each layer by its number, in the order of its tree."""
@@ -47,7 +46,8 @@ class Residency:
         Returns:
             The state, which replaces the argument.
         """
-        host_arrays = [self.host_layers[layer] for layer in moves.fetches]  # a dictionary would be sorted
+        # A list, because JAX sorts the keys of a dictionary, and copies are issued in this order.
+        host_arrays = [self.host_layers[layer] for layer in moves.fetches]
         if host_arrays:
             host_arrays, state = jax.lax.optimization_barrier((host_arrays, state))
         for layer, arrays in zip(moves.fetches, host_arrays, strict=True):
@@ -72,25 +72,8 @@ class Residency:
         for layer in moves.evictions:
             arrays = self.on_device.pop(layer)
             if changed:
-                self.host_layers[layer] = jax.device_put(arrays, jax.memory.Space.Host)
+                self.host_layers[layer] = array_to_host(arrays)
             self._trace.append(f"-{layer}")
-
-
-@dataclass
-class MoveCounter:
-    """A counter of activations that move to the host and back."""
-
-    arrays: int = 0
-    bytes: int = 0
-
-    def note(self, nbytes: int) -> None:
-        """Count one array of ``nbytes`` bytes."""
-        self.arrays += 1
-        self.bytes += nbytes
-
-    def times(self, count: int) -> "MoveCounter":
-        """Return the counter multiplied by ``count``."""
-        return MoveCounter(self.arrays * count, self.bytes * count)
 
 
 class Pass(NamedTuple):
@@ -111,7 +94,7 @@ class Pass(NamedTuple):
     """Moves of the values saved for backward; a use that is missing moves none."""
     moved: MoveCounter | None = None
     """Counter of the activations that move."""
-    named: bool = False
+    saves_named_only: bool = False
     """True if only named values are saved, even if nothing is recomputed."""
     trace: list[str] | None = None
 
@@ -160,6 +143,11 @@ def copy_to_device(module: M) -> M:
 def array_to_device(array: Array) -> Array:
     """Copy an array to the device if it is on the host."""
     return jax.device_put(array, jax.memory.Space.Device) if is_on_host(array) else array
+
+
+def array_to_host(array: Any) -> Any:
+    """Copy an array, or a tree of arrays, to the host."""
+    return jax.device_put(array, jax.memory.Space.Host)
 
 
 def is_on_host(array: Array) -> bool:

@@ -39,7 +39,7 @@ from diptych.plans.recompute import RecomputeBlock, recompute_blocks
 from jax_impl.linear_products import LinearTap, LinearTaps
 from jax_impl.offload.activations import Activations
 from jax_impl.offload.layer import Differentiated, LayerAnalysis, LayerRule, Run, Saved
-from jax_impl.offload.residency import Layers, Pass, Residency, active_pass, is_on_host
+from jax_impl.offload.residency import Layers, Pass, Residency, active_pass, array_to_host, is_on_host
 
 LayerFunction = Callable[[int, Any, Array, Any], Array]
 
@@ -112,7 +112,7 @@ def single_pass(config: TransformerConfig, blocks: Sequence[RecomputeBlock], inc
         config: configuration of the model.
         blocks: recompute blocks with the layers.
         includes_backward: if True, backward follows at once. Otherwise no layer stays on the device between forward and
-            backward, activations do not move, and the caller sets ``gradient_taps``.
+            backward, activations do not move, and the caller replaces ``gradient_taps``.
     """
     numbers = [number for block in blocks for number in block.layers]
     uses = pass_uses(numbers, True, blocks)
@@ -188,17 +188,20 @@ class _Stack:
         analyses: dict[Any, LayerAnalysis] = {}
         for block in self.blocks:
             for number in block.layers:
-                first = number == block.layers[0] or not replays_layers(block)
-                last = number == block.layers[-1] or not replays_layers(block)
-                known = analyses.setdefault(
-                    (self.config.layer(number), block.kind, block.dropped, last), LayerAnalysis()
+                replays_alone = not replays_layers(block)
+                saves_input = replays_alone or number == block.layers[0]
+                replays_in_backward = replays_alone or number == block.layers[-1]
+                analysis = analyses.setdefault(
+                    (self.config.layer(number), block.kind, block.dropped, replays_in_backward), LayerAnalysis()
                 )
                 dropped = dropped_values(self.config, block)
-                rules[number] = LayerRule(block, dropped, first, last, known, self.context.named)
+                rules[number] = LayerRule(
+                    block, dropped, saves_input, replays_in_backward, analysis, self.context.saves_named_only
+                )
         return rules
 
     def infer(self, host_layers: Layers, on_device: Layers, taps: _Taps, x: Array, arrays: dict[int, Array]) -> Array:
-        """Run a forward without a backward."""
+        """Run a forward without a backward, if JAX differentiates nothing."""
         numbers = [number for block in self.blocks for number in block.layers]
         residency = Residency(host_layers, {} if self.config.enable_tensor_offload else on_device, self.context.trace)
         for moves in _plan(self.config, pass_uses(numbers, False)):
@@ -220,9 +223,9 @@ class _Stack:
             run, layer = self._bound(moves.use.layer, arrays, residency)
             with jax.named_scope(str(moves.use)):
                 x, saved = self._rules[moves.use.layer].forward(run, layer, x)
+            residency.end(moves)
             offloaded = self.config.layer(moves.use.layer).offload
             activations.end(moves.use, saved, self._rules[moves.use.layer].names, offloaded)
-            residency.end(moves)
         return x, _Residuals(host_layers, residency.on_device, activations.saved, arrays)
 
     def backward(self, residuals: _Residuals, grad: Array) -> tuple[Layers | None, None, _Taps, Array, None]:
@@ -234,12 +237,12 @@ class _Stack:
         for moves in self.context.backward:
             number = moves.use.layer
             rule = self._rules[number]
-            grad = activations.begin(moves.use, grad)
+            grad = residency.begin(moves, grad)
+            grad = activations.begin(moves.use, grad)  # after the parameters, which this use waits for first
             saved = activations.saved[number]
             if rule.is_replayed(moves.use.kind):
                 saved = saved if saved.x is not None else saved._replace(x=x)
                 saved, grad = jax.lax.optimization_barrier((saved, grad))
-            grad = residency.begin(moves, grad)
             run, layer = self._bound(number, residuals.arrays, residency)
             with jax.named_scope(str(moves.use)):
                 if moves.use.kind == "R":
@@ -294,4 +297,4 @@ class _Stack:
 
 def _into_memory_of(like: Array, grad: Array) -> Array:
     """Return the gradient, placed on the host if its parameter ``like`` is on the host."""
-    return jax.device_put(grad, jax.memory.Space.Host) if is_on_host(like) else grad
+    return array_to_host(grad) if is_on_host(like) else grad

@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,17 +13,21 @@ from jax import Array
 
 from diptych.plans.config import TransformerConfig
 from diptych.plans.offload import (
-    OffloadPlan,
+    EMPTY_PLAN,
+    MoveCounter,
     UseMoves,
     layer_storages,
+    layers_after,
     pass_uses,
     plan_offload,
+    plan_statistics,
+    split_first_pass,
     step_uses,
     total_statistics,
     unmoved,
 )
 from diptych.plans.recompute import recompute_blocks
-from jax_impl.offload.residency import Layers, MoveCounter, Pass
+from jax_impl.offload.residency import Layers, Pass
 from jax_impl.offload.stack import plan_saved
 from jax_impl.offload.update import LAYERS, OffloadedParameters, Parts, UpdateFunction, layer_numbers
 
@@ -60,12 +64,12 @@ class OffloadedStep:
         """Number of training steps, for stats."""
         self.forwards_run = 0
         """Number of evaluated microbatches, for stats."""
-        self.plan = plan_offload((), {}, then=())
+        self.plan = EMPTY_PLAN
         """Moves of a step; at its end every layer is evicted."""
         self._parameters = OffloadedParameters(params, layer_numbers(params))
         self._num_microbatches = num_microbatches
         self._moved = MoveCounter()
-        self._update: Sequence[UseMoves] = ()
+        self._update_moves: Sequence[UseMoves] = ()
         self._evaluation = self.plan
         if not self.enabled:
             return
@@ -83,11 +87,11 @@ class OffloadedStep:
         moves = self.plan.moves or unmoved(uses)
         length = (len(moves) - len(layers)) // num_microbatches
         passes = [moves[k * length : (k + 1) * length] for k in range(num_microbatches)]
-        begin, looped = _split_first_pass(passes)
-        self._begin = begin
-        self._pass = (looped[: len(layers)], looped[len(layers) :])
-        self._update = moves[num_microbatches * length :]
-        self._resident = _layers_after(looped, begin)
+        begin, looped = split_first_pass(passes)
+        self._initial_layers = begin
+        self._pass_moves = (looped[: len(layers)], looped[len(layers) :])
+        self._update_moves = moves[num_microbatches * length :]
+        self._final_layers = layers_after(looped, begin)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -107,8 +111,8 @@ class OffloadedStep:
         if not self.moves_parameters:
             return {}
         host_layers = self._parameters.split(params).layers
-        self._record(f"+{number}" for number in self._begin)
-        return {number: jax.device_put(host_layers[number], jax.memory.Space.Device) for number in self._begin}
+        self._record(f"+{number}" for number in self._initial_layers)
+        return {number: jax.device_put(host_layers[number], jax.memory.Space.Device) for number in self._initial_layers}
 
     def value_and_grad(
         self, loss_fn: Callable[..., Array], params: Any, on_device: Layers, *args: Any, **kwargs: Any
@@ -132,7 +136,7 @@ class OffloadedStep:
             return jax.value_and_grad(loss_fn)(params, *args, **kwargs), on_device
         trace: list[str] = []
         self._moved = MoveCounter()
-        context = Pass(*self._pass, on_device, activations=self._saved, moved=self._moved, trace=trace)
+        context = Pass(*self._pass_moves, on_device, activations=self._saved, moved=self._moved, trace=trace)
         if not self.moves_parameters:
             with context.active(), self._check_moved(trace):
                 result = jax.value_and_grad(loss_fn)(params, *args, **kwargs)
@@ -140,7 +144,7 @@ class OffloadedStep:
             return result, on_device
         parts = self._parameters.split(params)
         zeros = self._parameters.split(jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)).layers
-        resident = {number: zeros[number] for number in self._resident}
+        resident = {number: zeros[number] for number in self._final_layers}
 
         def run(rest: dict[int, Array], gradients: Layers, resident: Layers) -> Array:
             with context._replace(gradient_taps=gradients, resident_taps=resident).active():
@@ -157,7 +161,9 @@ class OffloadedStep:
         """Return new parameters and optimizer state; OffloadedParameters.update documents the arguments."""
         if not self.moves_parameters:
             return update_function(params, state, gradients)
-        return self._parameters.update(self._update, update_function, params, state, gradients, on_device, self.trace)
+        return self._parameters.update(
+            self._update_moves, update_function, params, state, gradients, on_device, self.trace
+        )
 
     @contextlib.contextmanager
     def _check_moved(self, trace: Sequence[str]) -> Iterator[None]:
@@ -199,67 +205,3 @@ def _check_layers(layers: Sequence[int], params: Any, config: TransformerConfig)
         f"got layers {list(layers)} there, among parameters at {names}; name the layers so and run them by "
         "jax_impl.offload.run_offloaded, or disable offload in the configuration"
     )
-
-
-def plan_statistics(
-    plans: Sequence[OffloadPlan], arrays: Mapping[Any, int], activations: MoveCounter, steps_run: int
-) -> dict[str, Any]:
-    """Return the statistics of steps, computed from their plans; see TensorOffloadManager.stats.
-
-    The time that a step waits for copies is unknown in a compiled program.
-
-    Args:
-        plans: plan of one step for every device.
-        arrays: number of arrays of each layer.
-        activations: activations moved in one step.
-        steps_run: number of steps.
-    """
-    misses = Counter()
-    copies = Counter()
-    peak_layers = 0
-    for plan in plans:
-        on_device = 0
-        for moves in plan.moves:
-            peak_layers = max(peak_layers, on_device := on_device + len(moves.fetches))
-            on_device -= len(moves.evictions)
-            copies["in"] += sum(arrays[layer] for layer in moves.fetches)
-            copies["out"] += arrays[moves.use.layer] if moves.use.kind == "S" else 0
-        for place in plan.misses:
-            misses[str(plan.moves[place].use.layer)] += steps_run
-    uses = sum(len(plan.moves) for plan in plans)
-    return {
-        "bytes_in": (sum(plan.bytes_in for plan in plans) + activations.bytes) * steps_run,
-        "bytes_out": (sum(plan.bytes_out for plan in plans) + activations.bytes) * steps_run,
-        "copies_in": (copies["in"] + activations.arrays) * steps_run,
-        "copies_out": (copies["out"] + activations.arrays) * steps_run,
-        "hits": uses * steps_run - misses.total(),
-        "misses": misses.total(),
-        "misses_by_layer": dict(sorted(misses.items())),
-        "peak_bytes": max(plan.peak_bytes for plan in plans),
-        "peak_layers": peak_layers,
-    }
-
-
-def _split_first_pass(passes: Sequence[tuple[UseMoves, ...]]) -> tuple[tuple[int, ...], tuple[UseMoves, ...]]:
-    """Return the layers fetched before the first pass, and the uses that are equal for every pass of the loop."""
-    if len(passes) == 1:
-        return (), passes[0]
-    passes = [tuple(s._replace(use=s.use._replace(microbatch=0)) for s in one) for one in passes]
-    first, *others = passes[0]
-    looped = passes[1]
-    begin = tuple(layer for layer in first.fetches if layer not in looped[0].fetches)
-    first_looped = first._replace(fetches=looped[0].fetches), *others
-    assert all(one == looped for one in (first_looped, *passes[1:])), (
-        "the plan moves other layers in one microbatch than in another"
-    )
-    return begin, looped
-
-
-def _layers_after(uses: Sequence[UseMoves], on_device: Iterable[int]) -> tuple[int, ...]:
-    """Return the layers on the device after some uses, given those before."""
-    layers = dict.fromkeys(on_device)
-    for moves in uses:
-        layers |= dict.fromkeys(moves.fetches)
-        for layer in moves.evictions:
-            del layers[layer]
-    return tuple(layers)

@@ -103,7 +103,6 @@ class OffloadedParameters:
         moments = {index: self.split(item) for index, item in enumerate(items) if self._is_parameter_tree(item)}
 
         update_part = partial(self._update_part, update_function, items, structure)
-        places = list(parts.rest)
         rest, new_items = update_part(
             [*parts.rest.values()],
             [*grads.rest.values()],
@@ -111,25 +110,31 @@ class OffloadedParameters:
             is_layer=False,
         )
         residency = Residency(parts.layers, on_device, trace)
-        new = {index: Parts(dict(zip(places, new_items[index], strict=True)), {}) for index in moments}
-        updated: tuple[list[Array], dict[int, list[Array]]] = ([], {})  # parameters and moments of updated_layer
-        updated_layer = -1
+        new = {index: Parts(dict(zip(parts.rest, new_items[index], strict=True)), {}) for index in moments}
+        updated: tuple[list[Array], dict[int, list[Array]]] = ([], {})  # parameters and moments of the previous layer
+        previous = -1
+
+        def keep_moments() -> None:
+            for index, values in updated[1].items():
+                new[index].layers[previous] = values
+
         for each in moves:
             number = each.use.layer
-            own = (grads.layers[number], {index: m.layers[number] for index, m in moments.items()})
-            own, updated = residency.begin(each, (own, updated))  # the copies wait for the previous update, too
-            for index, values in updated[1].items():  # as they come out of the barrier, which XLA drops if unread
-                new[index].layers[updated_layer] = values
+            layer_inputs = (grads.layers[number], {index: m.layers[number] for index, m in moments.items()})
+            # The copies wait for the previous update, too. XLA removes a barrier's operand whose result is not read, so
+            # the moments are kept as they come out of the barrier.
+            layer_inputs, updated = residency.begin(each, (layer_inputs, updated))
+            keep_moments()
             with jax.named_scope(str(each.use)):
-                residency.on_device[number], changed = update_part(residency.on_device[number], *own, is_layer=True)
-            updated_layer = number
-            updated = (residency.on_device[number], {index: changed[index] for index in moments})
-            for index, values in updated[1].items():
-                new[index].layers[updated_layer] = values
+                layer, changed = update_part(residency.on_device[number], *layer_inputs, is_layer=True)
+            residency.on_device[number] = layer
+            updated = (layer, {index: changed[index] for index in moments})
+            previous = number
             residency.end(each, changed=True)
+        keep_moments()
         assert not residency.on_device, f"the plan ends with {[*residency.on_device]} on the device"
         joined = [self.join(new[index]) if index in new else item for index, item in enumerate(new_items)]
-        parameters = Parts(dict(zip(places, rest, strict=True)), residency.host_layers)
+        parameters = Parts(dict(zip(parts.rest, rest, strict=True)), residency.host_layers)
         return self.join(parameters), structure.unflatten(joined)
 
     def _update_part(

@@ -2,7 +2,7 @@
 
 A slot stores the received messages, runs one action, and sends its result:
 
-    inputs[i], gradients[j] = messages of the last slot
+    inputs[i], gradients[j] = messages of the previous slot
     y, dx = switch(no action, forward, backward, weights)   each for the program of the row's stage
     next messages = ppermute(y, to the next rank), ppermute(dx, to the previous rank)
 
@@ -14,7 +14,7 @@ Pipeline ranks take different branches in the same slot. A collective that only 
 results, so branches contain no collectives over the pipeline axis. Context- and tensor-parallel ranks of one stage take
 the same branch, and may communicate in it. The rule matters for gradients: if a value is equal on all ranks, JAX sums
 its gradient over ranks inside the branch. All values are therefore first marked as different on each rank (vary), the
-local loss is differentiated, and sums over ranks are taken once after the last slot.
+local loss is differentiated, and sums over ranks are taken once after the previous slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from diptych.plans.offload import MoveCounter
 from diptych.plans.schedule.lockstep import LockstepTable, Saves
 from diptych_kernels.mesh_axes import vary
-from jax_impl.offload.residency import MoveCounter, array_to_device, is_on_host
+from jax_impl.offload.residency import array_to_device, array_to_host, is_on_host
 from jax_impl.pipeline.packing import Packed
 from jax_impl.pipeline.programs import StageProgram, StagePrograms, Task
 from jax_impl.pipeline.saved import MOVING, StageAutodiff, differentiable
@@ -50,9 +51,9 @@ class _State(NamedTuple):
     weight_operands: Any
     """Buffers of the values that I saves for W."""
     received_inputs: tuple[Any, ...]
-    """Inputs received after the last slot, by shift."""
+    """Inputs received after the previous slot, by shift."""
     received_gradients: tuple[Any, ...]
-    """Gradients received after the last slot, by shift."""
+    """Gradients received after the previous slot, by shift."""
     sums: StagedParameters
     """Sums of the gradients of parameters."""
     collected: Any
@@ -315,7 +316,7 @@ class _Execution:
         if not name.startswith(MOVING):
             return buffer
         self.moved.note(buffer[0].size * buffer.dtype.itemsize)
-        return jax.device_put(buffer, jax.memory.Space.Host)
+        return array_to_host(buffer)
 
     def _store_residuals(self, buffers: dict[str, Array], entry: Array, values: dict[str, Array]) -> dict[str, Array]:
         """Store the saved values of a forward and return the buffers; slots without a forward move nothing."""
@@ -323,8 +324,7 @@ class _Execution:
             return _store(buffers, entry, values)
 
         def store() -> dict[str, Array]:
-            host = jax.memory.Space.Host
-            moved = {name: jax.device_put(x, host) if is_on_host(buffers[name]) else x for name, x in values.items()}
+            moved = {name: array_to_host(x) if is_on_host(buffers[name]) else x for name, x in values.items()}
             return _store(buffers, entry, moved)
 
         return lax.cond(entry < self.table.buffer_sizes.residuals, store, lambda: buffers)

@@ -10,10 +10,10 @@ from flax import linen, nnx
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from diptych.plans.offload import MoveCounter
 from diptych.plans.schedule.actions import Schedule
 from diptych.plans.schedule.lockstep import SAVES, SLOTS, Saves, compile_lockstep
 from diptych.plans.schedule.named import forwards_of, schedule_of_stages
-from jax_impl.offload import MoveCounter
 from jax_impl.pipeline.executor import run_lockstep
 from jax_impl.pipeline.module_stages import (
     LossFunction,

@@ -14,9 +14,19 @@ from typing import Any
 
 import jax
 
-from diptych.plans.offload import OffloadPlan, Use, join_plans, plan_actions, plan_offload, total_statistics
+from diptych.plans.offload import (
+    EMPTY_PLAN,
+    MoveCounter,
+    OffloadPlan,
+    Use,
+    join_plans,
+    plan_actions,
+    plan_offload,
+    plan_statistics,
+    total_statistics,
+)
 from diptych.plans.schedule.named import schedule_for
-from jax_impl.offload import MoveCounter, OffloadedParameters, UpdateFunction, plan_statistics
+from jax_impl.offload import OffloadedParameters, UpdateFunction
 from jax_impl.pipeline.step import PipelineStep
 from jax_impl.staged_parameters import StagedParameters
 
@@ -42,7 +52,7 @@ class OffloadedPipeline:
         self.enabled = self.moves_parameters or config.enable_activation_offload
         self._step = step
         self._num_microbatches = num_microbatches
-        self.plans: list[OffloadPlan] = [plan_offload((), {}, then=())] * config.pipeline_model_parallel_size
+        self.plans: list[OffloadPlan] = [EMPTY_PLAN] * config.pipeline_model_parallel_size
         """Moves of a step, by rank; at its end every layer is evicted."""
         self._evaluations = self.plans
         if not self.moves_parameters:

@@ -263,7 +263,7 @@ class Program(StageProgram):
             if number is not None:
                 by_layer[number].append(gradients[name])
         context = single_pass(self.config, self.blocks, includes_backward=replays)
-        return context._replace(gradient_taps=by_layer, activations={}, named=not replays).active()
+        return context._replace(gradient_taps=by_layer, activations={}, saves_named_only=not replays).active()
 
     @property
     def recomputes(self) -> bool:

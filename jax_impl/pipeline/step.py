@@ -18,11 +18,11 @@ from diptych.plans.mesh import replica_settings, unsharded
 from diptych.plans.model.documents import check_document_starts
 from diptych.plans.model.implementation import callback_threads, uses_kernels
 from diptych.plans.model.parameters import parameter_specs
+from diptych.plans.offload import MoveCounter
 from diptych.plans.schedule.actions import Action
 from diptych.plans.schedule.lockstep import SAVES, SLOTS, LockstepTable, Saves, compile_lockstep
 from diptych.plans.schedule.named import any_num_microbatches, schedule_for
 from jax_impl.distributed_optimizer import OptimizerShards
-from jax_impl.offload import MoveCounter
 from jax_impl.pipeline.executor import run_lockstep
 from jax_impl.pipeline.stages import Batch, divide_model, names_of
 from jax_impl.pipeline.transforms import (

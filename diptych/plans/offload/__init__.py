@@ -19,16 +19,19 @@ from diptych.plans.offload.activations import (
     plan_activations,
 )
 from diptych.plans.offload.moves import (
+    EMPTY_PLAN,
     OffloadPlan,
     UseMoves,
     check_num_prefetch_layers,
     join_plans,
     layer_storages,
+    layers_after,
     plan_actions,
     plan_offload,
+    split_first_pass,
     unmoved,
 )
-from diptych.plans.offload.statistics import describe_statistics, total_statistics
+from diptych.plans.offload.statistics import MoveCounter, describe_statistics, plan_statistics, total_statistics
 from diptych.plans.offload.uses import (
     Use,
     action_uses,
@@ -55,6 +58,11 @@ __all__ = [
     "stage_layers",
     "expected_uses",
     "OffloadPlan",
+    "EMPTY_PLAN",
+    "MoveCounter",
+    "plan_statistics",
+    "split_first_pass",
+    "layers_after",
     "plan_offload",
     "plan_actions",
     "join_plans",

@@ -45,6 +45,10 @@ class OffloadPlan:
     """Indices in ``moves`` of uses that wait for their full copy, because it is issued when they begin."""
 
 
+EMPTY_PLAN = OffloadPlan((), 0, 0, 0, ())
+"""The plan of no uses."""
+
+
 def plan_offload(
     uses: Sequence[Use],
     storages: Mapping[int, Mapping[str, int]],
@@ -123,6 +127,31 @@ def plan_actions(
     actions = schedule_for(config, num_microbatches, forward_only).actions[pp_rank]
     uses = [action_uses(config, action, pp_rank, replays_stages) for action in actions]
     return join_plans([plan_offload(each, storages, ahead, then=()) for each in uses])
+
+
+def split_first_pass(passes: Sequence[tuple[UseMoves, ...]]) -> tuple[tuple[int, ...], tuple[UseMoves, ...]]:
+    """Return the layers fetched before the first pass, and the uses that are equal for every pass of the loop."""
+    if len(passes) == 1:
+        return (), passes[0]
+    passes = [tuple(s._replace(use=s.use._replace(microbatch=0)) for s in one) for one in passes]
+    first, *others = passes[0]
+    looped = passes[1]
+    begin = tuple(layer for layer in first.fetches if layer not in looped[0].fetches)
+    first_looped = first._replace(fetches=looped[0].fetches), *others
+    assert all(one == looped for one in (first_looped, *passes[1:])), (
+        "the plan moves other layers in one microbatch than in another"
+    )
+    return begin, looped
+
+
+def layers_after(uses: Sequence[UseMoves], on_device: Iterable[int]) -> tuple[int, ...]:
+    """Return the layers on the device after some uses, given those before."""
+    layers = dict.fromkeys(on_device)
+    for moves in uses:
+        layers |= dict.fromkeys(moves.fetches)
+        for layer in moves.evictions:
+            del layers[layer]
+    return tuple(layers)
 
 
 def check_num_prefetch_layers(number: int) -> None:
