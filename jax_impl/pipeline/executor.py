@@ -32,7 +32,7 @@ from diptych_kernels.mesh_axes import vary
 from jax_impl.offload.residency import array_to_device, array_to_host, is_on_host
 from jax_impl.pipeline.packing import Packed
 from jax_impl.pipeline.programs import StageProgram, StagePrograms, Task
-from jax_impl.pipeline.saved import MOVING, StageAutodiff, differentiable
+from jax_impl.pipeline.saved import HOST_PREFIX, StageAutodiff, differentiable
 from jax_impl.staged_parameters import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, StagedParameters
 
 
@@ -312,8 +312,8 @@ class _Execution:
         return self._run_program_of(row.weights_stage, run, result)
 
     def _place_buffer(self, name: str, buffer: Array) -> Array:
-        """Return a buffer, on the host if its values are offloaded, and count its entries in ``moved``."""
-        if not name.startswith(MOVING):
+        """Return a buffer, placed on the host and counted in ``moved`` if its values are offloaded."""
+        if not name.startswith(HOST_PREFIX):
             return buffer
         self.moved.note(buffer[0].size * buffer.dtype.itemsize)
         return array_to_host(buffer)

@@ -57,25 +57,37 @@ class Backward(NamedTuple):
     """Operands of the weight gradients, saved for W."""
 
 
-MOVING = "moving "
-"""Prefix of the names of packed values that move to the host."""
+HOST_PREFIX = "host "
+"""Prefix of the names of packed values that are stored on the host."""
 
 
-class _Leaves(NamedTuple):
-    """A pair of values, for residuals that stay on the device and for residuals that move to the host."""
+class _ByPlacement(NamedTuple):
+    """A pair of values, for residuals that stay on the device and for residuals that are stored on the host."""
 
-    staying: Any
-    moving: Any
-
-
-def _joined_vectors(vectors: _Leaves) -> dict[str, Any]:
-    return vectors.staying | {MOVING + dtype: vector for dtype, vector in vectors.moving.items()}
+    device: Any
+    host: Any
 
 
-def _split_vectors(vectors: Mapping[str, Any]) -> _Leaves:
-    staying = {name: vector for name, vector in vectors.items() if not name.startswith(MOVING)}
-    moving = {name.removeprefix(MOVING): vector for name, vector in vectors.items() if name.startswith(MOVING)}
-    return _Leaves(staying, moving)
+def _join_placements(vectors: _ByPlacement) -> dict[str, Any]:
+    return vectors.device | {HOST_PREFIX + dtype: vector for dtype, vector in vectors.host.items()}
+
+
+def _split_placements(vectors: Mapping[str, Any]) -> _ByPlacement:
+    device = {name: vector for name, vector in vectors.items() if not name.startswith(HOST_PREFIX)}
+    host = {name.removeprefix(HOST_PREFIX): vector for name, vector in vectors.items() if name.startswith(HOST_PREFIX)}
+    return _ByPlacement(device, host)
+
+
+class _Results(NamedTuple):
+    """The results of a pull-back."""
+
+    loss: Any
+    """Output of the stage, if its forward did not compute it."""
+    input_gradient: Any
+    gradients: dict[str, Array]
+    """Gradients by name, without the weights that have taps; W computes these from the gradients of the taps."""
+    taps: Any
+    """Gradients of the taps."""
 
 
 class StageAutodiff:
@@ -93,17 +105,17 @@ class StageAutodiff:
         self._saves = saves
         self._taps = {program: program.tap_shapes(task, x) if split else {} for program in programs}
         self._residual_leaves = {
-            program: self._find_residuals(program, task, x) if saves == "residuals" else _Leaves([], [])
+            program: self._find_residuals(program, task, x) if saves == "residuals" else _ByPlacement([], [])
             for program in programs
         }
-        self._vectors = _Leaves(
+        self._vectors = _ByPlacement(
             *(
                 longest_vectors([leaf.like for leaf in leaves] for leaves in each)
                 for each in zip(*self._residual_leaves.values(), strict=True)
             )
         )
-        self.residual_shapes = _joined_vectors(self._vectors)
-        """Shapes of the packed values that a forward saves for backward; those that move have the prefix MOVING."""
+        self.residual_shapes = _join_placements(self._vectors)
+        """Shapes of the packed values that a forward saves for backward; names on the host begin with HOST_PREFIX."""
         self._products = {
             program: self._find_products(program, task, x) for program in programs if split and program.defers_products
         }
@@ -124,13 +136,13 @@ class StageAutodiff:
             return Forward(y, {}, state)
         y, state, pull_back = self._pull_back(program, task, x)
         leaves = jax.tree.leaves(pull_back)
-        saved = _Leaves(
+        saved = _ByPlacement(
             *(
                 pack([leaves[leaf.indices[0]] for leaf in each], vectors)
                 for each, vectors in zip(self._residual_leaves[program], self._vectors, strict=True)
             )
         )
-        return Forward(y, _joined_vectors(saved), state)
+        return Forward(y, _join_placements(saved), state)
 
     def backward(self, program: StageProgram, task: Task, x: Any, residuals: Packed, gradient: Any) -> Backward:
         """Run a full backward (B), or the part for inputs (I) if backwards are split.
@@ -144,12 +156,12 @@ class StageAutodiff:
         """
         if program in self._products:
             results, operands = self._products[program].run_first(task, x, residuals, gradient)
-            (loss, dx), gradients = results
+            (loss, input_gradient), gradients = results
         else:
-            (loss, dx), gradients, taps = self._run_backward(program, task, x, residuals, gradient)
+            loss, input_gradient, gradients, taps = self._run_backward(program, task, x, residuals, gradient)
             operands = jax.tree.leaves(taps)
         loss = loss if program.last and self.skips_last_forward else None
-        return Backward(gradients, dx, loss, pack(operands, self.weight_operand_shapes))
+        return Backward(gradients, input_gradient, loss, pack(operands, self.weight_operand_shapes))
 
     def weight_gradients(self, program: StageProgram, task: Task, operands: Packed) -> dict[str, Array]:
         """Run W: return the gradients of the weights that I left out, from the operands that it saved."""
@@ -160,20 +172,15 @@ class StageAutodiff:
         taps = jax.tree.unflatten(structure, unpack(operands, likes))
         return {name: tap.products.weight_gradient(tap.input, tap.output, tap.scales) for name, tap in taps.items()}
 
-    def _run_backward(
-        self, program: StageProgram, task: Task, x: Any, residuals: Packed, gradient: Any
-    ) -> tuple[tuple[Any, Any], dict[str, Array], Any]:
-        """Return output and gradient of the input, the gradients by name, and those of the taps.
-
-        It leaves out the gradients of weights that have taps; W computes them from the gradients of the taps.
-        """
+    def _run_backward(self, program: StageProgram, task: Task, x: Any, residuals: Packed, gradient: Any) -> _Results:
+        """Run the pull-back of a stage on the gradient of its output."""
         y, _, pull_back = self._pull_back(program, task, x)
         if self._saves == "residuals":
             all_leaves = self._residual_leaves[program]
-            for leaves, packed in zip(all_leaves, _split_vectors(residuals), strict=True):
+            for leaves, packed in zip(all_leaves, _split_placements(residuals), strict=True):
                 pull_back = with_leaves(pull_back, leaves, unpack(packed, [leaf.like for leaf in leaves]))
-        gradients, dx, taps = pull_back(gradient)
-        return (y if self.skips_last_forward else None, dx), gradients, taps
+        gradients, input_gradient, taps = pull_back(gradient)
+        return _Results(y if self.skips_last_forward else None, input_gradient, gradients, taps)
 
     def _pull_back(self, program: StageProgram, task: Task, x: Any) -> tuple[Any, Any, Callable[[Any], tuple]]:
         """Return output and state of a stage, and the pull-back to gradients of parameters, input and taps.
@@ -189,12 +196,12 @@ class StageAutodiff:
             if name not in taps
         }
 
-        def run(differentiated: dict[str, Array], dx: Any, taps: dict[str, LinearTap]) -> tuple[Any, Any]:
+        def run(differentiated: dict[str, Array], x_inexact: Any, taps: dict[str, LinearTap]) -> tuple[Any, Any]:
             all_parameters = parameters | differentiated | on_host
             on_device = {name: all_parameters[name] for name in taps if name not in on_host}
             replays = self._saves == "inputs"
             with LinearTaps(on_device, taps), program.fetching(differentiated | taps, replays):
-                y, state = program.run(all_parameters, _joined(dx, x), task)
+                y, state = program.run(all_parameters, _joined(x_inexact, x), task)
             return differentiable(y), (_without(y, differentiable(y)), state)
 
         if self._saves == "residuals":
@@ -202,7 +209,7 @@ class StageAutodiff:
         y, pull_back, (others, state) = jax.vjp(run, differentiated, differentiable(x), taps, has_aux=True)
         return _joined(y, others), state, pull_back
 
-    def _find_residuals(self, program: StageProgram, task: Task, x: Any) -> "_Leaves":
+    def _find_residuals(self, program: StageProgram, task: Task, x: Any) -> "_ByPlacement":
         """Return the leaves of a pull-back that depend on the microbatch."""
 
         def leaves(task: Task, x: Any) -> list[Any]:
@@ -214,13 +221,14 @@ class StageAutodiff:
         names = {len(jax.tree.leaves(task)): LAYER_INPUT}
         found = varying_leaves(leaves, (task, x), (varies, jax.tree.map(lambda _: True, x)), names)
         moving = [leaf for leaf in found if _offloads(program, leaf)]
-        return _Leaves([leaf for leaf in found if leaf not in moving], moving)
+        return _ByPlacement([leaf for leaf in found if leaf not in moving], moving)
 
     def _find_products(self, program: StageProgram, task: Task, x: Any) -> DeferredProducts:
         """Return the split of a stage's backward into I and W."""
 
         def backward(task: Task, x: Any, residuals: Packed, gradient: Any) -> tuple[Any, dict[str, Array]]:
-            return self._run_backward(program, task, x, residuals, gradient)[:2]
+            results = self._run_backward(program, task, x, residuals, gradient)
+            return (results.loss, results.input_gradient), results.gradients
 
         residuals = {dtype: _zeros(like, x) for dtype, like in self.residual_shapes.items()}
         gradient = differentiable(x)

@@ -5,7 +5,7 @@ settings, so equal shapes) are stacked over ranks, virtual stages and their posi
 where ``layers`` is the maximum over stages. A stage with fewer layers does not read the end of the stack, whose
 gradient is 0. Embedding, final norm and head are replicated on every rank and read where they belong.
 
-Stages with equal structure share a program (class Program): the module of the model for such a stage, whose layers
+Stages with equal structure share a program (ModelStageProgram): the module of the model for such a stage, whose layers
 receive their numbers when it runs. A dropout mask depends on the number of its layer in the whole model, so it does not
 depend on the stage.
 
@@ -104,7 +104,7 @@ class StackIndex(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Program(StageProgram):
+class ModelStageProgram(StageProgram):
     """The program of stages of the model with equal structure."""
 
     layers: tuple[StackIndex, ...]
@@ -125,30 +125,24 @@ class Program(StageProgram):
     names: tuple[str, ...] = field(repr=False)
     """Names of the parameters, in the order of the structure."""
 
-    def __call__(
-        self,
-        parameters: Mapping[str, Array],
-        x: Array,
-        batch: Batch,
-        first_layer: Array,
-    ) -> Array:
+    def run(self, parameters: Mapping[str, Array], x: Array, task: Task) -> tuple[Array, Any]:
         """Run a stage on one microbatch.
 
         Args:
             parameters: parameters by name, see names.
             x: output of the previous stage; not read in the first stage. [b, T, S*D]
-            batch: one microbatch, see Batch.microbatch.
-            first_layer: number of the stage's first layer.
+            task: the stage and one microbatch, see Batch.microbatch.
 
         Returns:
-            Hidden states with streams concatenated [b, T, S*D], or in the last stage the mean loss in nats per token.
+            Hidden states with streams concatenated [b, T, S*D], or in the last stage the mean loss in nats per token,
+            and the state of the task, which layers do not change.
         """
         offloads = self.config.enable_tensor_offload
         with contextlib.nullcontext() if offloads else without_offload():  # the executor's buffers hold activations
-            return self._run(parameters, x, batch, first_layer)
+            return self._output(parameters, x, task.batch, task.first_layer), task.state
 
-    def _run(self, parameters: Mapping[str, Array], x: Array, batch: Batch, first_layer: Array) -> Array:
-        """Run the model of the stage; see __call__."""
+    def _output(self, parameters: Mapping[str, Array], x: Array, batch: Batch, first_layer: Array) -> Array:
+        """Return the output of the stage."""
         model = nnx.merge(self.graph, jax.tree.unflatten(self.structure, [parameters[name] for name in self.names]))
         if not self.numbered:
             for offset, number in enumerate(self.numbers):
@@ -167,23 +161,16 @@ class Program(StageProgram):
         y = model(inputs, targets, step=batch.step, samples=batch.samples, **arguments)
         return y if self.last else y.reshape(*y.shape[:2], -1)
 
-    def run(self, parameters: Mapping[str, Array], x: Array, task: Task) -> tuple[Array, Any]:
-        """Run a stage; see __call__. Layers have no state."""
-        return self(parameters, x, task.batch, task.first_layer), task.state
-
     def select(self, task: Task) -> dict[str, Array]:
-        """Return the parameters of a stage by name."""
-        return self.select_parameters(task.params, task.vp_stage)
-
-    def select_parameters(self, params: StagedParameters, vp_stage: Array) -> dict[str, Array]:
         """Return the parameters of a stage by name, from those of a rank with layers [v, layers, ...]."""
+        params = task.params
         result = {}
         for name in self.names:
             index, suffix = self._stack_index(name)
             if index is None:
                 result[name] = params.replicated[name]
             elif self.vp_stage is None:
-                result[name] = params.layers[index.kind][suffix][vp_stage, index.position]
+                result[name] = params.layers[index.kind][suffix][task.vp_stage, index.position]
             else:
                 result[name] = params.layers[index.kind][suffix][self.vp_stage][index.position]
         return result
@@ -218,7 +205,7 @@ class Program(StageProgram):
             weights = {name: value for name, value in parameters.items() if not (self.first and name == EMBEDDING)}
             taps = LinearTaps(weights)
             with taps, without_offload():
-                return self(parameters, x, task.batch, task.first_layer)
+                return self.run(parameters, x, task)[0]
 
         taps = LinearTaps({})
         jax.eval_shape(run, task, x)
@@ -294,11 +281,11 @@ class Stages:
     kinds: tuple[LayerConfig, ...]
     placement: tuple[tuple[int, int], ...]
     """Rank and virtual stage of each stage."""
-    programs: tuple[Program, ...]
+    programs: tuple[ModelStageProgram, ...]
     program_of: tuple[int, ...]
     """Index of the program of each stage."""
     first_layers: tuple[int, ...]
-    """Number of the first layer of each stage, or of the next stage's if the stage has no layers."""
+    """Global number of the first layer of each stage; for a stage without layers, where the next stage begins."""
     loss_weight: None = None
     """Gradients are those of the mean of the microbatches' losses."""
     collects_losses: bool = True
@@ -451,39 +438,45 @@ def divide_model(
     in_kernels = uses_kernels(config.impl, jax.default_backend() == "gpu")
     has_constant_numbers = training and config.hidden_dropout > 0.0 and in_kernels
     offloads = config.enable_tensor_offload
-    programs: dict[Any, Program] = {}
+    programs: dict[Any, ModelStageProgram] = {}
     placement = []
     program_of = []
-    first_layers = []
-    for stage, count in enumerate(counts):
+    first_layers = [sum(counts[:stage]) for stage in range(len(counts))]
+    for stage, (first, count) in enumerate(zip(first_layers, counts, strict=True)):
         rank = schedule.rank_of(stage)
         vp_stage = sum(schedule.rank_of(before) == rank for before in range(stage))
-        first = sum(counts[:stage])
         ends = stage == 0, stage == len(counts) - 1
         layers = tuple(config.layer(first + offset) for offset in range(count))
         blocks = recompute_blocks(config, vp_stage, rank)
-        relative_blocks = tuple(
-            block._replace(layers=tuple(number - first for number in block.layers)) for block in blocks
-        )
-        key = (*ends, layers, relative_blocks, first if has_constant_numbers else None, stage if offloads else None)
+        relative_blocks = tuple(b._replace(layers=tuple(number - first for number in b.layers)) for b in blocks)
+        fixed = first if has_constant_numbers else None, stage if offloads else None
+        key = (*ends, layers, relative_blocks, *fixed)
         if key not in programs:
             module = nnx.eval_shape(lambda e=ends, v=vp_stage, r=rank: model_class(config, *e, vp_stage=v, pp_rank=r))
             set_gradient_factor(module, gradient_factor)
             set_sharing_ranks(module, sharing)
-            graph, state = nnx.split(module, nnx.Param)
-            indices = tuple(StackIndex(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers))
-            numbers = tuple(range(first, first + count))
-            structure = jax.tree.structure(state)
-            names = names_of(state)
-            variant = has_constant_numbers or offloads, vp_stage if offloads else None
-            programs[key] = Program(
-                *ends, indices, numbers, config, ranks, training, blocks, *variant, graph, structure, names
+            programs[key] = _program(
+                module,
+                ends,
+                layers=tuple(StackIndex(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers)),
+                numbers=tuple(range(first, first + count)),
+                config=config,
+                tensor_parallel=ranks,
+                training=training,
+                blocks=blocks,
+                numbered=has_constant_numbers or offloads,
+                vp_stage=vp_stage if offloads else None,
             )
         placement.append((rank, vp_stage))
         program_of.append([*programs].index(key))
-        first_layers.append(first)
-    placed = tuple(placement), tuple(programs.values()), tuple(program_of), tuple(first_layers)
-    return Stages(config, ranks, specs, kinds, *placed)
+    stages = tuple(placement), tuple(programs.values()), tuple(program_of), tuple(first_layers)
+    return Stages(config, ranks, specs, kinds, *stages)
+
+
+def _program(module: nnx.Module, ends: tuple[bool, bool], **fields: Any) -> ModelStageProgram:
+    """Return the program of a stage from its module, whether it is the first and the last, and the other fields."""
+    graph, state = nnx.split(module, nnx.Param)
+    return ModelStageProgram(*ends, graph=graph, structure=jax.tree.structure(state), names=names_of(state), **fields)
 
 
 def _sharing_ranks(config: TransformerConfig) -> SharingRanks:

@@ -11,6 +11,7 @@ from diptych.plans.recompute import RecomputeBlock
 from diptych.plans.schedule.lockstep import Saves
 from diptych_kernels.mesh_axes import vary
 from jax_impl.context_parallel import over_microbatches
+from jax_impl.pipeline.programs import Task
 from jax_impl.pipeline.stages import Batch, Stages
 from jax_impl.recompute import recompute_policy
 from jax_impl.staged_parameters import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, StagedParameters
@@ -33,8 +34,8 @@ def run_wavefront(
 
     def losses_of(params: StagedParameters) -> Array:
         def run(number: Array) -> Array:
-            parameters = program.select_parameters(params, nothing)
-            return program(parameters, nothing, batch.microbatch(number), nothing)
+            task = Task(params, batch.microbatch(number), nothing, nothing)
+            return program.run(program.select(task), nothing, task)[0]
 
         return over_microbatches(run, len(batch.tokens), CONTEXT_AXIS, axes, _checkpoint(stages, saves))
 
