@@ -39,7 +39,8 @@ from jax_impl.staged_parameters import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, S
 class _State(NamedTuple):
     """The carry of the loop over slots.
 
-    Every buffer has one more entry than the table uses, into which actions that do not run write.
+    The last entry of every buffer is not read: slots without an action write to it. A shift is a distance in ranks
+    between sender and receiver.
     """
 
     inputs: Any
@@ -213,7 +214,7 @@ class _Execution:
             gradients = _store(gradients, row.gradient_arrivals[shift], gradient)
         state = state._replace(inputs=inputs, gradients=gradients)
         result = _SlotResult(state.collected, state.sums, state.stage_state)
-        state, result = (self._two_actions if self.table.fused else self._one_action)(state, row, result)
+        state, result = (self._run_fused_slot if self.table.fused else self._run_canonical_slot)(state, row, result)
         state = state._replace(
             weight_operands=_store(state.weight_operands, row.backward_weight_operands, result.weight_operands),
             collected=result.collected,
@@ -225,7 +226,7 @@ class _Execution:
             state = state._replace(received_gradients=self._send(result.input_gradient, -1))
         return state, None
 
-    def _one_action(self, state: _State, row: Any, result: _SlotResult) -> tuple[_State, _SlotResult]:
+    def _run_canonical_slot(self, state: _State, row: Any, result: _SlotResult) -> tuple[_State, _SlotResult]:
         """Run a canonical slot under one switch, so that no rank sends, and waits, before its action has ended."""
         has_forward = row.forward_stage >= 0
         has_backward = row.backward_stage >= 0
@@ -252,7 +253,7 @@ class _Execution:
         residuals = self._store_residuals(state.residuals, row.forward_residuals, result.residuals)
         return state._replace(residuals=residuals), result
 
-    def _two_actions(self, state: _State, row: Any, result: _SlotResult) -> tuple[_State, _SlotResult]:
+    def _run_fused_slot(self, state: _State, row: Any, result: _SlotResult) -> tuple[_State, _SlotResult]:
         """Run a fused slot: a forward, then a backward that may read values saved by it; either may be absent."""
         result = self._switch(row.forward_stage >= 0, [_no_action, partial(self._forward, state, row)], result)
         residuals = self._store_residuals(state.residuals, row.forward_residuals, result.residuals)

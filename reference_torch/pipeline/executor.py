@@ -23,7 +23,7 @@ from reference_torch.pipeline.split_backward import DeferredWeightGradients
 class RankStages(Protocol):
     """The computations of a rank's stages, which the executor calls in the order of a schedule.
 
-    A result is what a stage sends to the next one: activations of a forward, or gradients of a backward. The
+    A result is what a stage sends to a neighbour: activations to the next stage, or gradients to the previous one. The
     implementation chooses its form; only a result for another rank is encoded as tensors.
     """
 
@@ -79,7 +79,6 @@ class Executor:
         stages: computations of the stages of this rank.
         communicator: communicator of the pipeline; None: the pipeline has one rank.
         trace: list to which every action is appended after it has run.
-        overlap_p2p_comm: if True, receives are posted before the action that precedes them.
     """
 
     def __init__(
@@ -88,14 +87,12 @@ class Executor:
         stages: RankStages,
         communicator: P2PCommunicator | None,
         trace: list[Action] | None = None,
-        overlap_p2p_comm: bool = True,
     ) -> None:
         self._schedule = schedule
         self._stages = stages
         self._communicator = communicator
         self._rank = 0 if communicator is None else communicator.rank
         self._trace = [] if trace is None else trace
-        self._overlap_p2p_comm = overlap_p2p_comm
         self._saved: dict[tuple[int, int], Any] = {}
         """Values for backward of each forward whose backward has not run, by stage and microbatch."""
         self._results: dict[Action, Any] = {}
@@ -125,7 +122,7 @@ class Executor:
             self._communicator.end_step()
 
     def _post_receives(self, steps: Sequence[Action | Message], index: int, posted: int) -> int:
-        """Post every receive before the next action, and return the index up to which receives are posted.
+        """Post the receives between this step of the program and the next action.
 
         With overlap, a receive is posted before the action that precedes it starts. Without overlap, it is posted and
         waited for at its own place in the program.
@@ -134,9 +131,12 @@ class Executor:
             steps: program of the rank.
             index: index of the current step.
             posted: index up to which receives are posted already.
+
+        Returns:
+            The index up to which receives are posted now.
         """
         end = index + 1
-        if self._overlap_p2p_comm:
+        if self._communicator is not None and self._communicator.config.overlap_p2p_comm:
             while end < len(steps) and not isinstance(steps[end], Action):
                 end += 1
         for step in steps[max(posted, index) : end]:
@@ -150,7 +150,7 @@ class Executor:
 
         Raises:
             ValueError: forward changes its input in place.
-            PipelineError: another microbatch changed a value that backward needs in place.
+            PipelineError: another microbatch changed in place a value that backward needs.
             Exception: an error of the stage, with a note that names the action.
         """
         steps: dict[str, Callable[[Action], None]] = {

@@ -210,7 +210,7 @@ class PipelineExecutor:
         if self._communicator is not None:
             self._communicator.config = replace(self._transport, variable_seq_lengths=sent_along)
         try:
-            Executor(schedule, work, self._communicator, trace, self._transport.overlap_p2p_comm).run()
+            Executor(schedule, work, self._communicator, trace).run()
         except BaseException as error:
             known.clear()
             if self._communicator is not None:

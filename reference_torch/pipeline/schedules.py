@@ -263,7 +263,7 @@ def _run(
     sums = GradientSums(groups, config, models)
     inputs = StepInputs(forward_step_func, iterators, models, config, shapes, collect_non_loss_data)
     stages = ForwardStepStages(schedule, 0 if communicator is None else communicator.rank, inputs, sums)
-    executor = Executor(schedule, stages, communicator, trace, config.overlap_p2p_comm)
+    executor = Executor(schedule, stages, communicator, trace)
     earlier = [] if forward_only else remove_earlier_gradients(models)
     try:
         executor.run()
