@@ -168,14 +168,14 @@ def _check(arguments: Arguments, initial: Array | None, cu_seqlens: Any, options
     """Check all arguments."""
     checked = arguments._asdict() | {"initial_state": initial, "cu_seqlens": cu_seqlens}
     infos = {name: _info(name, x) for name, x in checked.items()}
-    check_arguments(options, infos)
     info = infos["cu_seqlens"]
     if info is not None and not isinstance(cu_seqlens, Tracer):
-        check_arguments(options, infos | {"cu_seqlens": info._replace(values=np.asarray(cu_seqlens))})
+        infos["cu_seqlens"] = info._replace(values=np.asarray(cu_seqlens))
+    check_arguments(options, infos)
 
 
 def _info(name: str, x: Array | np.ndarray | None) -> ArrayInfo | None:
-    """Return shape, type and values of an argument for check_arguments, or None; reject what is not an array."""
+    """Return shape and type of an argument for check_arguments, or None; reject what is not an array."""
     if x is None:
         return None
     if not isinstance(x, Array | np.ndarray):

@@ -11,10 +11,13 @@ from diptych.plans.model.operations import (
     check_dropout_rows,
     check_epsilon,
     check_floating,
+    check_gate,
     check_iterations,
+    check_least_axes,
     check_matrices,
     check_rate,
     check_same_type,
+    check_shape,
     check_word,
     operand_error,
 )
@@ -176,16 +179,16 @@ class Functions(ABC):
     ) -> tuple[MappingOptions, Array, Array]:
         """Check the arguments of compute_mappings; return the static ones, and alpha and bias in the wide type."""
         self._check(x=x, phi=phi, alpha=alpha, bias=bias)
-        _check_axes("x", x, 2)
+        check_least_axes("x", x.shape, 2)
         streams, width = x.shape[-2:]
         columns = streams * (streams + 2)
         check_epsilon(rms_epsilon, "rms_epsilon")
         check_epsilon(mhc_epsilon, "mhc_epsilon")
         static = _mapping_options("x", streams, iterations, last, mhc_epsilon)
         static = static._replace(rms_epsilon=float(rms_epsilon), transposed=bool(transposed))
-        _check_shape("phi", phi, (streams * width, columns))
-        _check_shape("alpha", alpha, (3,))
-        _check_shape("bias", bias, (columns,))
+        check_shape("phi", phi.shape, (streams * width, columns))
+        check_shape("alpha", alpha.shape, (3,))
+        check_shape("bias", bias.shape, (columns,))
         coefficients = wide(dtype_name(x))
         return static, self.cast(alpha, coefficients), self.cast(bias, coefficients)
 
@@ -250,9 +253,9 @@ class Functions(ABC):
             ValueError: an argument is not supported.
         """
         self._check(x=x, h_pre=h_pre)
-        _check_axes("x", x, 2)
+        check_least_axes("x", x.shape, 2)
         _check_streams("x", x.shape[-2])
-        _check_shape("h_pre", h_pre, x.shape[:-1])
+        check_shape("h_pre", h_pre.shape, x.shape[:-1])
         return self.apply(autodiff_rules.AGGREGATE, None, x, self.cast(h_pre, wide(dtype_name(x))))[0]
 
     def apply_h_res(self, h_res: Array, residual: Array) -> Array:
@@ -314,10 +317,10 @@ class Functions(ABC):
         self._check(residual=residual, h_res=h_res, output=output, bias=bias, h_post=h_post)
         _check_given(residual, h_res, output, bias, h_post)
         check_rate(rate)
-        lead = ("h_post", h_post, 1) if residual is None else ("residual", residual, 2)
-        _check_axes(*lead)
+        name, array, axes = ("h_post", h_post, 1) if residual is None else ("residual", residual, 2)
+        check_least_axes(name, array.shape, axes)  # pyright: ignore[reportOptionalMemberAccess]
         if output is not None:
-            _check_axes("output", output, 1)
+            check_least_axes("output", output.shape, 1)
         shape = (*h_post.shape, output.shape[-1]) if residual is None else residual.shape  # pyright: ignore[reportOptionalMemberAccess]
         _check_streams("h_post" if residual is None else "residual", shape[-2])
         for name, array, expected in (
@@ -327,7 +330,7 @@ class Functions(ABC):
             ("h_post", h_post, shape[:-1]),
         ):
             if array is not None:
-                _check_shape(name, array, expected)
+                check_shape(name, array.shape, expected)
         if residual is not None and output is not None:
             output = self.cast_like(output, residual)
             check_same_type("output", dtype_name(output), "residual", dtype_name(residual))
@@ -372,9 +375,7 @@ class Functions(ABC):
             ValueError: the width of x is odd, or x has an unsupported type or device.
         """
         self._check(x=x)
-        _check_axes("x", x, 1)
-        if x.shape[-1] % 2:
-            raise ValueError(f"x: expected gate and value side by side, an even width, got {x.shape[-1]}")
+        check_gate(Operand(tuple(x.shape), dtype_name(x)))
         return self.apply(autodiff_rules.SWIGLU, None, x)[0]
 
     def gelu(self, x: Array) -> Array:
@@ -390,7 +391,7 @@ class Functions(ABC):
             ValueError: x has an unsupported type or device.
         """
         self._check(x=x)
-        _check_axes("x", x, 1)
+        check_least_axes("x", x.shape, 1)
         return self.apply(autodiff_rules.GELU, None, x)[0]
 
     def delta_rule(
@@ -478,12 +479,6 @@ def _check_given(
         raise ValueError("h_res: expected a residual to mix, got residual=None; pass residual")
 
 
-def _check_axes(name: str, x: Array, least: int) -> None:
-    """Reject an array of fewer axes than ``least``."""
-    if len(x.shape) < least:
-        raise ValueError(f"{name}: expected at least {least} axes, got shape {tuple(x.shape)}")
-
-
 def _check_streams(name: str, streams: int) -> None:
     """Reject more residual streams than the kernels support."""
     if streams > MAX_KERNEL_STREAMS:
@@ -491,12 +486,6 @@ def _check_streams(name: str, streams: int) -> None:
             f"{name}: expected at most {MAX_KERNEL_STREAMS} residual streams, got {streams}; "
             "impl='reference' supports any number"
         )
-
-
-def _check_shape(name: str, x: Array, expected: tuple[int, ...]) -> None:
-    """Reject an array of another shape."""
-    if tuple(x.shape) != tuple(expected):
-        raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(x.shape)}")
 
 
 def _mapping_options(name: str, streams: int, iterations: int, last: str, mhc_epsilon: float) -> MappingOptions:

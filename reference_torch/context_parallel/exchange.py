@@ -258,18 +258,14 @@ def map_to_send(finals: Tensor, value: int, context: FLACPContext) -> tuple[Tens
     """Return M and S_local that this rank sends.
 
     Args:
-        finals: final states with transition columns. [n, HV, K, V + K]
+        finals: final states with transition columns, of all sequences or of the last. [n, HV, K, V + K]
         value: V.
         context: context of the rank.
     """
-    last = context.num_sequences - 1
-    receives = not context.is_first_rank
-    sends = not context.is_last_rank
-    states = finals[..., :value]
-    transitions = finals[..., value:]
-    zero = finals.new_zeros(*states.shape[1:-1], states.shape[-2])
-    transition = transitions[0] if receives and sends and last == 0 else zero
-    return transition, states[last] if sends else torch.zeros_like(states[last])
+    state = finals[-1, ..., :value]
+    heads, key_dim, _ = state.shape
+    transition = finals[0, ..., value:] if context.goes_through else finals.new_zeros(heads, key_dim, key_dim)
+    return transition, torch.zeros_like(state) if context.is_last_rank else state
 
 
 class StateExchange:

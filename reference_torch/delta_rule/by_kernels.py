@@ -10,7 +10,7 @@ from diptych.plans.context.sequences import FLACPContext
 from diptych.plans.model.delta_rule import DeltaRuleOptions, chunk_tables
 from diptych.plans.model.implementation import kernel_chunk_size
 from diptych_kernels.delta_rule.autodiff_rules import BoundarySequences
-from reference_torch.context_parallel import exchange_states
+from reference_torch.context_parallel.exchange import exchange_states, map_to_send
 from reference_torch.delta_rule.chunked import Arguments
 from reference_torch.delta_rule.gates import apply_norm_and_gate
 
@@ -67,13 +67,15 @@ class KernelExchange:
     def exchange_forward(self, maps: Tensor, roles: None) -> Tensor:
         """Return the initial state of the first sequence; see KernelStateExchange.exchange_forward."""
         del roles
-        return exchange_states(*self._sent_map(maps), self.context)
+        return exchange_states(*map_to_send(maps, self.value, self.context), self.context)
 
     def exchange_backward(self, maps: Tensor, d_received: Tensor, roles: None) -> Tensor:
         """Return the gradient of the final state of the last sequence; see KernelStateExchange.exchange_backward."""
         del roles
         d_received = torch.zeros_like(d_received) if self.context.is_first_rank else d_received
-        return exchange_states(self._sent_map(maps)[0].mT, d_received, self.context, reverse=True)
+        return exchange_states(
+            map_to_send(maps, self.value, self.context)[0].mT, d_received, self.context, reverse=True
+        )
 
     def with_first(self, states: Tensor, first: Tensor | None, roles: None) -> Tensor:
         """Replace the first of the states if its sequence starts on another rank."""
@@ -88,12 +90,3 @@ class KernelExchange:
         if self.context.is_last_rank:
             return states
         return torch.cat([states[:-1], torch.zeros_like(states[-1:]) if last is None else last[None]])
-
-    def _sent_map(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return M and S_local that this rank sends, with zeros for the parts that it does not send."""
-        state = maps[0, ..., : self.value]
-        transition = maps[0, ..., self.value :]
-        if self.context.is_last_rank:
-            return torch.zeros_like(transition), torch.zeros_like(state)
-        goes_through = not self.context.is_first_rank and self.context.num_sequences == 1
-        return transition if goes_through else torch.zeros_like(transition), state

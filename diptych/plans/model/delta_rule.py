@@ -282,14 +282,21 @@ def _tables(cu_seqlens: Any, chunk_size: int, chunks: int | None, xp: Any) -> Ch
     """Return the tables of chunk_tables."""
     starts = cu_seqlens[:-1]
     stops = cu_seqlens[1:]
-    ends = xp.cumsum(-((starts - stops) // chunk_size))
-    number = xp.arange(int(ends[-1]) if chunks is None else chunks)
-    sequence = xp.minimum(xp.searchsorted(ends, number, side="right"), len(starts) - 1)
-    before = ends + (starts - stops) // chunk_size
-    first = starts[sequence] + (number - before[sequence]) * chunk_size
+    sequence, first_chunks, first, is_chunk = _chunks(cu_seqlens, chunk_size, chunks, xp)
     bounds = xp.stack([first, xp.minimum(first + chunk_size, stops[sequence])], -1)
-    bounds = xp.where((number < ends[-1])[:, None], bounds, 0)
-    return ChunkTables(bounds.astype("int32"), xp.stack([starts, stops, before], -1).astype("int32"))
+    bounds = xp.where(is_chunk[:, None], bounds, 0)
+    return ChunkTables(bounds.astype("int32"), xp.stack([starts, stops, first_chunks], -1).astype("int32"))
+
+
+def _chunks(cu_seqlens: Any, chunk_size: int, chunks: int | None, xp: Any) -> tuple[Any, Any, Any, Any]:
+    """Return each chunk's sequence, each sequence's first chunk, each chunk's first token, and which chunks exist."""
+    counts = -((cu_seqlens[:-1] - cu_seqlens[1:]) // chunk_size)
+    ends = xp.cumsum(counts)
+    chunk = xp.arange(int(ends[-1]) if chunks is None else chunks)
+    sequence = xp.minimum(xp.searchsorted(ends, chunk, side="right"), len(counts) - 1)
+    first_chunks = ends - counts
+    first_tokens = cu_seqlens[sequence] + (chunk - first_chunks[sequence]) * chunk_size
+    return sequence, first_chunks, first_tokens, chunk < ends[-1]
 
 
 class Chunking(NamedTuple):
@@ -325,18 +332,12 @@ def cut_into_chunks(cu_seqlens: Any, length: int, chunk_size: int, chunks: int |
             traced; None: the actual number.
         xp: array module, numpy or jax.numpy.
     """
-    counts = -((cu_seqlens[:-1] - cu_seqlens[1:]) // chunk_size)
-    stops = xp.cumsum(counts)
-    starts = stops - counts
-    number = xp.arange(int(stops[-1]) if chunks is None else chunks)
-    sequence = xp.minimum(xp.searchsorted(stops, number, side="right"), len(counts) - 1)
-    is_chunk = number < stops[-1]
-    within = number - starts[sequence]
-    token = (cu_seqlens[sequence] + within * chunk_size)[:, None] + xp.arange(chunk_size)
+    sequence, first_chunks, first_tokens, is_chunk = _chunks(cu_seqlens, chunk_size, chunks, xp)
+    token = first_tokens[:, None] + xp.arange(chunk_size)
     filled = (token < cu_seqlens[sequence + 1][:, None]) & is_chunk[:, None]
     tokens = xp.arange(length)
     sequence_of_token = xp.searchsorted(cu_seqlens, tokens, side="right") - 1
-    first_slots = starts[sequence_of_token] * chunk_size
+    first_slots = first_chunks[sequence_of_token] * chunk_size
     return Chunking(
         sequence_ids=sequence,
         token_of_slot=xp.where(filled, token, 0).reshape(-1),
