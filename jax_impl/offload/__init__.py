@@ -24,7 +24,7 @@ from jax_impl.offload.residency import (
     without_offload,
 )
 from jax_impl.offload.stack import run_offloaded, single_pass
-from jax_impl.offload.step import OffloadedStep
+from jax_impl.offload.step import OffloadedStep, PlannedOffload
 from jax_impl.offload.update import OffloadedParameters, UpdateFunction, layer_numbers
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "offloads_layers",
     "without_offload",
     "OffloadedStep",
+    "PlannedOffload",
     "OffloadedParameters",
     "UpdateFunction",
     "Pass",

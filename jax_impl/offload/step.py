@@ -38,7 +38,42 @@ _NOT_OFFLOADED = (
 )
 
 
-class OffloadedStep:
+class PlannedOffload:
+    """What a training step with offload knows on one device and in a pipeline.
+
+    Args:
+        config: configuration of the model.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self.trace: list[str] | None = None
+        """Moves and uses of a step while it is traced, in the order of the program, if the caller sets it to a list;
+        see TensorOffloadManager.trace. In a pipeline, those of the optimizer's update."""
+        self.moves_parameters = config.enable_tensor_offload
+        self.enabled = self.moves_parameters or config.enable_activation_offload
+        self.steps_run = 0
+        """Number of training steps, for stats."""
+        self.forwards_run = 0
+        """Number of evaluated microbatches, for stats."""
+        self._parameters: OffloadedParameters
+        """Set by the subclass if parameters move, as _update_moves."""
+        self._update_moves: Sequence[UseMoves] = ()
+
+    def place(self, params: Any) -> Any:
+        """Return the parameters as a step expects them, with those of layers in pinned host memory."""
+        return self._parameters.place(params) if self.moves_parameters else params
+
+    def update(
+        self, update_function: UpdateFunction, params: Any, state: Any, gradients: Any, on_device: Any
+    ) -> tuple[Any, Any]:
+        """Return new parameters and optimizer state; OffloadedParameters.update documents the arguments."""
+        if not self.moves_parameters:
+            return update_function(params, state, gradients)
+        arguments = (self._update_moves, update_function, params, state, gradients, on_device)
+        return self._parameters.update(*arguments, self.trace)
+
+
+class OffloadedStep(PlannedOffload):
     """A training step with parameters on the host between steps, or activations between forward and backward.
 
     If the configuration does not enable offload, the same calls compute the same results and move nothing. The model
@@ -54,22 +89,13 @@ class OffloadedStep:
     """
 
     def __init__(self, config: TransformerConfig, params: nnx.State, num_microbatches: int = 1) -> None:
-        self.trace: list[str] | None = None
-        """Every move and use of a step while it is traced, in the order of the program, if the caller sets it to a
-        list; see TensorOffloadManager.trace."""
-        self.moves_parameters = config.enable_tensor_offload
-        self.enabled = self.moves_parameters or config.enable_activation_offload
+        super().__init__(config)
         self._has_run = False
-        self.steps_run = 0
-        """Number of training steps, for stats."""
-        self.forwards_run = 0
-        """Number of evaluated microbatches, for stats."""
         self.plan = EMPTY_PLAN
         """Moves of a step; at its end every layer is evicted."""
         self._parameters = OffloadedParameters(params, layer_numbers(params))
         self._num_microbatches = num_microbatches
         self._moved = MoveCounter()
-        self._update_moves: Sequence[UseMoves] = ()
         self._evaluation = self.plan
         if not self.enabled:
             return
@@ -101,10 +127,6 @@ class OffloadedStep:
         training = plan_statistics([self.plan], arrays, moved, self.steps_run)
         evaluation = plan_statistics([self._evaluation], arrays, MoveCounter(), self.forwards_run)
         return total_statistics([training, evaluation])
-
-    def place(self, params: Any) -> Any:
-        """Return the parameters as a step expects them, with those of layers in pinned host memory."""
-        return self._parameters.place(params) if self.moves_parameters else params
 
     def begin(self, params: Any) -> Layers:
         """Fetch the layers that must be on the device at the start of every iteration of the loop over microbatches."""
@@ -154,16 +176,6 @@ class OffloadedStep:
             loss, gradients = jax.value_and_grad(run, argnums=(0, 1, 2))(parts.rest, zeros, resident)
         self._record_passes(trace)
         return (loss, self._parameters.join(Parts(*gradients[:2]))), gradients[2]
-
-    def update(
-        self, update_function: UpdateFunction, params: Any, state: Any, gradients: Any, on_device: Layers
-    ) -> tuple[Any, Any]:
-        """Return new parameters and optimizer state; OffloadedParameters.update documents the arguments."""
-        if not self.moves_parameters:
-            return update_function(params, state, gradients)
-        return self._parameters.update(
-            self._update_moves, update_function, params, state, gradients, on_device, self.trace
-        )
 
     @contextlib.contextmanager
     def _check_moved(self, trace: Sequence[str]) -> Iterator[None]:

@@ -26,12 +26,12 @@ from diptych.plans.offload import (
     total_statistics,
 )
 from diptych.plans.schedule.named import schedule_for
-from jax_impl.offload import OffloadedParameters, UpdateFunction
+from jax_impl.offload import OffloadedParameters, PlannedOffload
 from jax_impl.pipeline.step import PipelineStep
 from jax_impl.staged_parameters import StagedParameters
 
 
-class OffloadedPipeline:
+class OffloadedPipeline(PlannedOffload):
     """The placement of a pipeline's parameters between steps and their update; OffloadedStep for several devices.
 
     If the configuration does not enable offload, the same calls compute the same results and move nothing.
@@ -43,13 +43,8 @@ class OffloadedPipeline:
     """
 
     def __init__(self, step: PipelineStep, staged: StagedParameters, num_microbatches: int) -> None:
-        self.trace: list[str] | None = None
-        """Moves and uses of the optimizer's update while it is traced, if the caller sets it to a list."""
         config = step.config
-        self.steps_run = 0
-        self.forwards_run = 0
-        self.moves_parameters = config.enable_tensor_offload
-        self.enabled = self.moves_parameters or config.enable_activation_offload
+        super().__init__(config)
         self._step = step
         self._num_microbatches = num_microbatches
         self.plans: list[OffloadPlan] = [EMPTY_PLAN] * config.pipeline_model_parallel_size
@@ -75,7 +70,7 @@ class OffloadedPipeline:
         self._evaluations = [
             plan_actions(config, num_microbatches, rank, forward_only=True) for rank in range(len(layers))
         ]
-        self._update = self._plan_update(range(len(self._positions))).moves
+        self._update_moves = self._plan_update(range(len(self._positions))).moves
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -94,18 +89,6 @@ class OffloadedPipeline:
         training = plan_statistics(self.plans * replicas, arrays, moved, self.steps_run)
         evaluation = plan_statistics(self._evaluations * replicas, arrays, MoveCounter(), self.forwards_run)
         return total_statistics([training, evaluation])
-
-    def place(self, params: StagedParameters) -> StagedParameters:
-        """Return the parameters as a step expects them, with those of layers in pinned host memory."""
-        return self._parameters.place(params) if self.moves_parameters else params
-
-    def update(
-        self, update_function: UpdateFunction, params: Any, state: Any, gradients: Any, on_device: Any
-    ) -> tuple[Any, Any]:
-        """Return new parameters and optimizer state; OffloadedParameters.update documents the arguments."""
-        if not self.moves_parameters:
-            return update_function(params, state, gradients)
-        return self._parameters.update(self._update, update_function, params, state, gradients, on_device, self.trace)
 
     def _layers_of_positions(self) -> list[list[int]]:
         """Return the layer at each position, by rank; padding has a number that no layer has."""

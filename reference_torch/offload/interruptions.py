@@ -7,7 +7,7 @@ none that was removed during the call. The saved-tensor hooks of the forward wou
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,31 +15,19 @@ from torch import nn
 from reference_torch.recompute.internals import skipped_by_compile
 
 
-@runtime_checkable
-class Observation(Protocol):
-    """An observer of the forwards of a layer."""
-
-    @property
-    def depth(self) -> int:
-        """The number of forwards that run."""
-        ...
-
-    def end_forwards(self, depth: int) -> None:
-        """End the observation of the forwards that began last, until ``depth`` are left."""
-        ...
-
-
 class ObservedCall:
     """A replacement of a module's ``_call_impl``, which runs hooks and forward.
 
     Args:
         module: the layer.
-        observer: observes its forwards.
+        depth: returns the number of forwards of the layer that run.
+        end_forwards: ends the observation of the forwards that began last, until its argument's number is left.
     """
 
-    def __init__(self, module: nn.Module, observer: Observation) -> None:
+    def __init__(self, module: nn.Module, depth: Callable[[], int], end_forwards: Callable[[int], None]) -> None:
         self._module = weakref.ref(module)
-        self._observer = observer
+        self._depth = depth
+        self._end_forwards = end_forwards
         self._replaced: Callable[..., Any] | None = vars(module).get("_call_impl")
         """The replacement that other code had set before, or None."""
         vars(module)["_call_impl"] = self
@@ -60,15 +48,15 @@ class ObservedCall:
     @skipped_by_compile
     def _observed(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and end the observation of its forwards."""
-        depth = self._observer.depth
+        depth = self._depth()
         try:
             if self._replaced is not None:
                 return self._replaced(*args, **kwargs)
             module = self._called()
             return type(module)._call_impl(module, *args, **kwargs)
         finally:
-            if self._observer.depth > depth:
-                self._observer.end_forwards(depth)
+            if self._depth() > depth:
+                self._end_forwards(depth)
 
     def _called(self) -> Any:
         """Return the module that is called: the layer, or a replica with a copy of its ``__dict__`` (DataParallel)."""

@@ -4,18 +4,9 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from reference_torch.offload.link import Link, OffloadError
-
-
-@runtime_checkable
-class Closable(Protocol):
-    """A manager that can be closed."""
-
-    def close(self) -> None:
-        """Move everything to the device and remove every hook."""
-        ...
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,22 +20,21 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def close_dropped(manager: Closable, link: Link | None) -> None:
+def close_dropped(close: Callable[[], None], link: Link | None) -> None:
     """Close a manager to which no reference is left.
 
     If the device has no room for some layers, their tensors move to the device when they are read.
 
     Args:
-        manager: the manager.
-        link: its link to the host.
+        close: moves everything to the device and removes every hook.
+        link: the manager's link to the host.
     """
+
+    def run() -> None:
+        with contextlib.suppress(OffloadError):
+            close()
+
     if link is not None and link.runs_here:  # garbage collection may run on the link's thread, which cannot wait
-        threading.Thread(target=_close, args=(manager,), name="offload close").start()
+        threading.Thread(target=run, name="offload close").start()
     else:
-        _close(manager)
-
-
-def _close(manager: Closable) -> None:
-    """Close a manager; layers for which the device has no room stay readable."""
-    with contextlib.suppress(OffloadError):
-        manager.close()
+        run()

@@ -95,7 +95,7 @@ class TensorOffloadManager:
     def __del__(self) -> None:
         residency = vars(self).get("_residency")  # missing after a failed construction
         if residency is not None and not residency.is_closed and not sys.is_finalizing():
-            close_dropped(self, residency.link)
+            close_dropped(self.close, residency.link)
 
     # Registration and moves
 

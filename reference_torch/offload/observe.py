@@ -95,7 +95,7 @@ class LayerObserver:
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
         ]
-        self._observed_call = ObservedCall(module, self)
+        self._observed_call = ObservedCall(module, lambda: self.depth, self.end_forwards)
 
     @property
     def listener(self) -> UseListener | None:
