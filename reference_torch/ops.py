@@ -186,14 +186,19 @@ def _versions(arguments: tuple[Any, ...]) -> list[int]:
 
 def _dropped(x: Tensor, row_low: Tensor, row_high: Tensor, rate: float, *words: int) -> Tensor:
     """Zero the elements of x whose random word is below the threshold, and scale the others."""
-    width = math.prod(x.shape[2:])
+    keep = _dropout_mask(math.prod(x.shape[2:]), row_low, row_high, rate, *words)
+    return torch.where(keep.reshape(x.shape), x * (1.0 / (1.0 - rate)), 0.0)
+
+
+def _dropout_mask(width: int, row_low: Tensor, row_high: Tensor, rate: float, *words: int) -> Tensor:
+    """Return True for the elements that dropout keeps, [rows, width]; a function of its own, to release the words."""
     threshold = dropout_threshold(rate)
     keep = torch.empty(row_low.numel(), width + -width % 4, dtype=torch.bool, device=row_low.device)
     for number, tile in enumerate(_random_tiles(width, row_low, row_high, *words)):
         lanes = keep[number * TILE_ROWS : (number + 1) * TILE_ROWS].view(-1, keep.shape[1] // 4, 4)
         for lane, word in enumerate(tile):
             torch.ge(word, threshold, out=lanes[..., lane])
-    return torch.where(keep[:, :width].reshape(x.shape), x * (1.0 / (1.0 - rate)), 0.0)
+    return keep[:, :width]
 
 
 def _dropped_by_operations(x: Tensor, row_low: Tensor, row_high: Tensor, rate: float, *words: int) -> Tensor:

@@ -34,6 +34,10 @@ BROKEN = {
         {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_amax_history_len": 0},
         r"fp8_amax_history_len: expected an integer >= 1, got 0",
     ),
+    (TransformerConfig, "fp8_amax_history_len <= 2**24"): (
+        {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_amax_history_len": 2**24 + 1},
+        r"fp8_amax_history_len: expected at most 2\*\*24 steps, which float32 counts exactly, got 16777217",
+    ),
     (TransformerConfig, "fp8_amax_history_len needs delayed"): (
         {"fp8": "e4m3", "fp8_amax_history_len": 4},
         r"fp8_amax_history_len: expected 16, the default, without fp8_recipe='delayed', got 4",

@@ -90,6 +90,37 @@ def test_prediction_within_two_percent(variant, mode):
         assert prediction.saved_by_name[name] == value.bytes, name
 
 
+DROPOUT = {
+    "gelu, bias": VARIANTS["gelu, dropout, bias"],
+    "one layer, bfloat16": {"num_layers": 1, "bf16": True},
+    "streams of attention alone": {"num_layers": 1, "do_mlp_hyper_connection": False},
+    "eight streams of the mlp alone": {
+        "num_layers": 1,
+        "activation": "gelu",
+        "num_residual_streams": 8,
+        "do_self_attention_hyper_connection": False,
+        "ffn_hidden_size": 96,
+    },
+    "activations on the host": {
+        "enable_activation_offload": True,
+        "activation_offload_min_bytes": 1000,
+        "activation": "gelu",
+        "use_flash_attn": True,
+    },
+}
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("case", DROPOUT)
+def test_dropout_of_few_and_of_many_tokens(case, batch):
+    """Few tokens need more for random words, of a tile of rows, than for the output and its scaled copy."""
+    config = replace(CONFIG, **({"hidden_dropout": 0.1} | DROPOUT[case]))
+    (saved, peak), _ = measured(config, batch)
+    prediction = predict_memory(config, batch)
+    assert prediction.saved == pytest.approx(saved, rel=0.001)
+    assert prediction.peak == pytest.approx(peak, rel=0.02 if config.enable_activation_offload else 0.005)
+
+
 KINDS = {
     "fused attention": {"use_flash_attn": True},
     "attention": {},

@@ -204,7 +204,7 @@ class GraphBuilder(OperationBuilder):
             nodes.append(Node([output, h_post], [expanded], [output, h_post], region, backward_scratch=2 * x.size))
             scratch = self._dropout_scratch(expanded)
             nodes.append(Node([expanded], [dropped], [], region, 0, scratch, scratch))
-            nodes.append(Node([dropped, mixed], [x], [], region))
+            nodes.append(Node([dropped, mixed], [x], [], region, heir=mixed))
         else:
             nodes.append(Node([output, h_post, mixed], [x], [output, h_post], region))
         for node in nodes[own:] if is_mixed else ():

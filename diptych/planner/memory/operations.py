@@ -91,12 +91,17 @@ class OperationBuilder:
         return [Node([], [rows], [rows])] if self.config.hidden_dropout > 0 else []
 
     def _dropout_scratch(self, x: Value) -> int:
-        """Return the bytes of dropout's mask, plus a scaled copy or a tile of 64-bit random words with their input."""
+        """Return the bytes that dropout allocates besides its output.
+
+        They are the mask and a scaled copy of x. Before the output exists, a tile of 64-bit random words with their
+        input is more for few tokens.
+        """
         width = x.size // self.item // self.tokens
         first = min(TILE_ROWS, self.tokens)
         second = min(TILE_ROWS, self.tokens - first)
-        words = max(8 * first, 4 * first + 8 * second)  # with the four of the tile before
-        return self.tokens * width + max(x.size, words * 8 * (width // 4))
+        words = max(8 * first, 4 * first + 8 * second) * (width // 4)  # with the four of the tile before
+        random = 8 * (words + 2 * self.tokens + width // 4)  # and the numbers of rows and columns
+        return self.tokens * width + max(x.size, random - x.size)
 
     def _layer_norm(self, nodes: list[Node], x: Value, layer: str, name: str) -> Value:
         """Append a norm of a layer, and return its output."""

@@ -61,6 +61,14 @@ FP8_RULES: tuple[Rule, ...] = (
     ),
     count("fp8_amax_history_len"),
     Rule(
+        "fp8_amax_history_len <= 2**24",
+        lambda c: c.fp8_amax_history_len <= 2**24,
+        lambda c: (
+            "fp8_amax_history_len: expected at most 2**24 steps, which float32 counts exactly, got "
+            f"{c.fp8_amax_history_len}"
+        ),
+    ),
+    Rule(
         "fp8_amax_history_len needs delayed",
         lambda c: (c.fp8 is not None and c.fp8_recipe == "delayed") or c.fp8_amax_history_len == DEFAULT_HISTORY,
         lambda c: (
