@@ -1,5 +1,11 @@
 """Doubly stochastic matrices by Sinkhorn's alternate normalisation of rows and columns, with a backward of its own.
 
+Backward of a normalisation m = x / sum(x) is dx = (dm - sum(dm m)) / sum(x). Multiplied by x, this is
+
+    x dx = m dm - m sum(m dm)
+
+so backward carries the product of each matrix and its gradient, and divides by no sum.
+
 Mirrors ``reference_torch/doubly_stochastic.py``. Iterations are a scan, so that the program does not grow with them.
 """
 
@@ -76,20 +82,22 @@ def _sinkhorn_backward(iterations: int, first_axis: int, epsilon: float, logits:
     def twice(matrix: Array, _: None) -> tuple[Array, Array]:
         return normalise_twice(matrix, None)[0], matrix
 
-    matrix, iterates = jax.lax.scan(twice, _first_matrix(softmax, epsilon), length=iterations - 1)
-    total = matrix.sum(1 - first_axis, keepdims=True) + epsilon
-    grad = _normalise_backward(grad, matrix / total, total, 1 - first_axis)
+    first_matrix = _first_matrix(softmax, epsilon)
+    matrix, iterates = jax.lax.scan(twice, first_matrix, length=iterations - 1)
+    last = matrix / (matrix.sum(1 - first_axis, keepdims=True) + epsilon)
+    weighted = _normalise_backward(grad * last, last, 1 - first_axis)
 
-    def twice_backward(grad: Array, iterate: Array) -> tuple[Array, None]:
-        _, ((other, other_total), (first, first_total)) = normalise_twice(iterate, None)
-        grad = _normalise_backward(grad, first, first_total, first_axis)
-        return _normalise_backward(grad, other, other_total, 1 - first_axis), None
+    def twice_backward(weighted: Array, iterate: Array) -> tuple[Array, None]:
+        first, other = normalise_twice(iterate, None)
+        return _normalise_backward(_normalise_backward(weighted, first, first_axis), other, 1 - first_axis), None
 
-    grad, _ = jax.lax.scan(twice_backward, grad, iterates, reverse=True)
-    if not epsilon:
-        softmax = _first_matrix(softmax, epsilon)
-        grad = jnp.where(softmax > SINKHORN_FLOOR, grad, 0.0)
-    return (softmax * (grad - (grad * softmax).sum(first_axis, keepdims=True)),)
+    weighted, _ = jax.lax.scan(twice_backward, weighted, iterates, reverse=True)
+    if epsilon:
+        weighted = weighted / first_matrix * softmax
+    else:
+        softmax = first_matrix
+        weighted = jnp.where(softmax > SINKHORN_FLOOR, weighted, 0.0)
+    return (_normalise_backward(weighted, softmax, first_axis),)
 
 
 _sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
@@ -100,15 +108,12 @@ def _first_matrix(softmax: Array, epsilon: float) -> Array:
     return softmax + epsilon if epsilon else jnp.maximum(softmax, SINKHORN_FLOOR)
 
 
-def _normalise_twice(first_axis: int, epsilon: float, matrix: Array, _: None) -> tuple[Array, tuple]:
-    """Normalise over the other axis, then over the first; return both results and the sums they were divided by."""
-    total = matrix.sum(1 - first_axis, keepdims=True) + epsilon
-    other = matrix / total
-    first_total = other.sum(first_axis, keepdims=True) + epsilon
-    first = other / first_total
-    return first, ((other, total), (first, first_total))
+def _normalise_twice(first_axis: int, epsilon: float, matrix: Array, _: None) -> tuple[Array, Array]:
+    """Normalise over the other axis, then over the first; return the last result and the one before."""
+    other = matrix / (matrix.sum(1 - first_axis, keepdims=True) + epsilon)
+    return other / (other.sum(first_axis, keepdims=True) + epsilon), other
 
 
-def _normalise_backward(grad: Array, normalised: Array, total: Array, axis: int) -> Array:
-    """Return the gradient of matrix -> normalised = matrix / total, where total = sum(matrix, axis)."""
-    return (grad - (grad * normalised).sum(axis, keepdims=True)) / total
+def _normalise_backward(weighted: Array, normalised: Array, axis: int) -> Array:
+    """Return x dx of x -> normalised = x / sum(x, axis), given weighted = normalised d(normalised)."""
+    return weighted - weighted.sum(axis, keepdims=True) * normalised

@@ -1,5 +1,11 @@
 """Doubly stochastic matrices by Sinkhorn's alternate normalisation of rows and columns, with a backward of its own.
 
+Backward of a normalisation m = x / sum(x) is dx = (dm - sum(dm m)) / sum(x). Multiplied by x, this is
+
+    x dx = m dm - m sum(m dm)
+
+so backward carries the product of each matrix and its gradient, and divides by no sum.
+
 The token axis is the innermost one, which makes each of the 2 * iterations normalisations one vectorised pass.
 """
 
@@ -63,8 +69,7 @@ class _Sinkhorn(torch.autograd.Function):
 
     @staticmethod
     def forward(logits, iterations, first_axis, epsilon):  # [S, S, ...]
-        matrix, _ = deque(_iterates(logits, iterations, first_axis, epsilon), maxlen=1).pop()
-        return matrix
+        return deque(_iterates(logits, iterations, first_axis, epsilon), maxlen=1).pop()
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -76,27 +81,29 @@ class _Sinkhorn(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         iterates = list(_iterates(logits, ctx.iterations, ctx.first_axis, ctx.epsilon))
         axis = 1 - ctx.first_axis
-        grad = grad.contiguous()  # otherwise results take its layout, in which sums over four elements are slow
-        for matrix, total in reversed(iterates[1:]):
-            grad = (grad - (grad * matrix).sum(axis, keepdim=True)) / total
+        # Otherwise results take the layout of grad, in which sums over four elements are slow.
+        weighted = grad.contiguous() * iterates[-1]
+        for matrix in reversed(iterates[1:]):
+            weighted = torch.addcmul(weighted, weighted.sum(axis, keepdim=True), matrix, value=-1)
             axis = 1 - axis
-        softmax, _ = iterates[0]
+        softmax = iterates[0]
         if ctx.epsilon:
             softmax = logits.softmax(axis)
+            weighted = weighted / iterates[0] * softmax
         else:
-            grad = grad.where(softmax > SINKHORN_FLOOR, 0.0)
-        return softmax * (grad - (grad * softmax).sum(axis, keepdim=True)), None, None, None
+            weighted = weighted.where(softmax > SINKHORN_FLOOR, 0.0)
+        return torch.addcmul(weighted, weighted.sum(axis, keepdim=True), softmax, value=-1), None, None, None
 
 
 def _iterates(logits: Tensor, iterations: int, first_axis: int, epsilon: float):
-    """Yield each normalised matrix and the sums that it was divided by (None for the softmax)."""
+    """Yield each normalised matrix, the softmax first."""
     axis = first_axis
     softmax = logits.softmax(axis)
     matrix = softmax + epsilon if epsilon else softmax.clamp(min=SINKHORN_FLOOR)
-    yield matrix, None
+    yield matrix
     for _ in range(2 * iterations - 1):
         axis = 1 - axis
         total = matrix.sum(axis, keepdim=True)
         total = total + epsilon if epsilon else total
         matrix = matrix / total
-        yield matrix, total
+        yield matrix

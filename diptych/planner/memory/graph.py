@@ -150,7 +150,7 @@ class GraphBuilder(OperationBuilder):
         aggregated = self.activation("aggregated", self.config.hidden_size)
         mixed = Value("mixed", x.size)
         phi = self.weights[f"{name}.phi"]
-        iterates = 2 * self.config.sinkhorn_iterations * (square + streams) * self.tokens * self.wide
+        iterates = 2 * self.config.sinkhorn_iterations * square * self.tokens * self.wide
         own = len(nodes)
         nodes += [
             self._projection(x, projected, phi, region),
