@@ -104,14 +104,14 @@ class TransformerLayer(nn.Module):
         hidden_states = recompute(
             "residual_streams", self._write, connection, output, h_post, mixed, context.dropout, site
         )
-        recompute.discard_consumed(hidden_states)
+        recompute.discard_consumed(keep=hidden_states)
 
         connection = self.mlp_hyper_connection
         aggregated, mixed, h_post = self._read(connection, hidden_states, recompute)
         normed = self._norm("pre_mlp_layernorm", aggregated, recompute)
         # Without sequence parallelism, enter moves no data, so it runs inside the recomputed call, which then saves
-        # only normed. The gradient of normed outside of that call is not summed over ranks; replicated_input makes up
-        # for it.
+        # only normed. aux_loss below reads normed before enter, so its gradient is not summed over ranks;
+        # replicated_input multiplies it by their number instead.
         normed = ranks.enter(normed) if ranks.sequence_parallel else normed
         output = recompute("mlp_output", self._mlp_output, normed, recompute.nested_in("mlp_output"), ranks)
         if ranks.size > 1:  # outside of what is recomputed, so that backward does not sum over ranks again
@@ -124,7 +124,7 @@ class TransformerLayer(nn.Module):
         hidden_states = recompute(
             "residual_streams", self._write, connection, output, h_post, mixed, context.dropout, site
         )
-        recompute.discard_consumed(hidden_states)
+        recompute.discard_consumed(keep=hidden_states)
         return hidden_states
 
     def _norm(self, name: str, x: Tensor, recompute: BlockRecomputation) -> Tensor:

@@ -121,8 +121,8 @@ class OffloadedParameters:
         for each in moves:
             number = each.use.layer
             layer_inputs = (grads.layers[number], {index: m.layers[number] for index, m in moments.items()})
-            # The copies wait for the previous update, too. XLA removes a barrier's operand whose result is not read, so
-            # the moments are kept as they come out of the barrier.
+            # The copies wait for the previous update, too, if it has moments: XLA removes a barrier's operand whose
+            # result is not read, so these are kept as they come out of the barrier.
             layer_inputs, updated = residency.begin(each, (layer_inputs, updated))
             keep_moments()
             with jax.named_scope(str(each.use)):

@@ -14,7 +14,7 @@ Pipeline ranks take different branches in the same slot. A collective that only 
 results, so branches contain no collectives over the pipeline axis. Context- and tensor-parallel ranks of one stage take
 the same branch, and may communicate in it. The rule matters for gradients: if a value is equal on all ranks, JAX sums
 its gradient over ranks inside the branch. All values are therefore first marked as different on each rank (vary), the
-local loss is differentiated, and sums over ranks are taken once after the previous slot.
+local loss is differentiated, and sums over ranks are taken once, after the last slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,7 +97,8 @@ def run_lockstep(
         params: parameters of the rank, with the leading axis of layers removed.
         batch: all microbatches, equal on every rank.
         moved: counter of the activations of one forward that are offloaded to the host.
-        stage_state: values of the rank that forwards change; saves must be "residuals", or the schedule forward only.
+        stage_state: values of the rank that forwards change; if there are any, saves must be "residuals" or the
+            schedule forward only.
     """
     params, batch, stage_state = vary((params, batch, stage_state), axes)
     execution = _Execution(stages, table, saves, axes, params, batch, moved, stage_state)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 
 class Task(NamedTuple):
-    """A stage and a microbatch."""
+    """The arguments with which a stage runs a microbatch."""
 
     params: Any
     """Parameters of the rank, as StagedParameters."""
@@ -73,14 +73,14 @@ class StageProgram(ABC):
         return False
 
     def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``run`` with the rule for what it saves for backward in a buffer entry."""
+        """Return ``run``, in jax.checkpoint if its pull-back would save more than a buffer entry has to contain."""
         return run
 
     def fetching(self, gradients: Mapping[str, Any], replays: bool) -> AbstractContextManager[Any]:
         """Return a context in which the stage fetches offloaded parameters.
 
         Args:
-            gradients: for every parameter, zeros that receive its gradient, or its taps.
+            gradients: for every parameter, zeros that receive its gradient if it is on the host, its taps, or itself.
             replays: True if backward replays the stage.
         """
         del gradients, replays

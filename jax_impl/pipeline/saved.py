@@ -4,16 +4,17 @@ With saves="inputs", a stage saves only its input, and backward replays the stag
 residuals of jax.vjp that the recompute settings leave, and replays only what these settings require.
 
 The residuals are stored in entries of buffers. A pull-back of JAX is a tree whose leaves are arrays. Leaves computed
-from parameters alone (a weight, its cast to bfloat16) are available anyway and are not saved. The others are
-concatenated into one vector for each dtype. It is as long as the longest of all stages, so that different stages share
-a buffer. Leaves of layers whose values move to the host have separate vectors. Backward traces the stage again to get a
-pull-back with the same tree and replaces its leaves by the saved ones. XLA removes operations that lead only to
-replaced leaves.
+without message, tokens, targets and state (a weight, its cast to bfloat16, a dropout mask) are computed again and are
+not saved. The others are concatenated into one vector for each dtype. It is as long as the longest of all stages, so
+that different stages share a buffer. Leaves of layers whose values move to the host have separate vectors. Backward
+traces the stage again to get a pull-back with the same tree and replaces its leaves by the saved ones. XLA removes
+operations that lead only to replaced leaves.
 
 If the schedule splits the backward, I computes all gradients except those of the weights of linear layers. Instead it
 saves the input of each layer and the gradient of its output, and W multiplies them. I and W together compute the same
 matrix products as B. In this project's model, linear layers give both to linear_products.LinearTaps, also inside a
-recomputed block. In functions of a user, deferred_products.py finds the matrix products in the traced backward.
+recomputed block: a tap is a pair of zero arrays with the shapes of a layer's input and output, whose "gradients" are
+these two. In functions of a user, deferred_products.py finds the matrix products in the traced backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -210,7 +211,7 @@ class StageAutodiff:
         return _joined(y, others), state, pull_back
 
     def _find_residuals(self, program: StageProgram, task: Task, x: Any) -> "_ByPlacement":
-        """Return the leaves of a pull-back that depend on the microbatch."""
+        """Return the leaves of a pull-back that depend on the message, the tokens, the targets or the rank's state."""
 
         def leaves(task: Task, x: Any) -> list[Any]:
             return jax.tree.leaves(self._pull_back(program, task, x)[2])

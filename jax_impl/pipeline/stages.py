@@ -91,7 +91,7 @@ class Batch(NamedTuple):
         return jax.tree.map(lambda array: array[number], own)._replace(step=self.step, positions=self.positions)
 
     def varying(self) -> "Batch":
-        """Return True for every array from which values saved for backward are computed."""
+        """Return True for tokens and targets; backward computes again what depends on other arrays alone (masks)."""
         return jax.tree.map(lambda _: False, self)._replace(tokens=True, targets=True)
 
 
@@ -227,7 +227,7 @@ class ModelStageProgram(StageProgram):
         return is_offloaded(name, self.config.layer(layer).offload)
 
     def saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``run`` with the rule for what it saves for backward in a buffer entry."""
+        """Return ``run``, in jax.checkpoint if its pull-back would save more than a buffer entry has to contain."""
         if self.recomputes:
             return run
         # Without a policy JAX saves everything that a derivative reads, and XLA fuses most of it away; in a slot

@@ -130,8 +130,8 @@ class Layout(NamedTuple):
         Args:
             stacked: states of the first sequences, [sequences, B * HV, K, V]; those of further sequences are zeros.
             like: tensor with the device and the type of these zeros; a narrower type than float32 becomes float32.
-            sequences: indices of the wanted sequences; None: all. A segment that took all of them would need time for
-                every sequence of the batch.
+            sequences: indices of the wanted sequences; None: all. A replay wants those of its segment, so that its time
+                does not grow with the number of sequences.
         """
         count, *shape = self.states_shape
         given: Any = [] if stacked is None else stacked
@@ -190,10 +190,9 @@ def chunked(
     """Return outputs [B, T, HV, V], their transition columns [B, U, HV, K] or None, and final states [N, HV, K, V + K].
 
     arguments, options and cu_seqlens are the checked arguments of chunk_kda (api.py). initial_state holds the states of
-    the first sequences; further sequences begin with 0. Only the first sequence, of U tokens, has transition columns
-    (above); the states of other sequences are padded with zeros, and outputs then have the
-    type of states. Without transition columns, final states have V columns. ``exchange`` begins before the last outputs
-    are computed.
+    the first sequences; further sequences begin with 0. With transition columns (above), which only the first sequence,
+    of U tokens, has, outputs have the type of states, and the states of other sequences are padded with zeros. Without
+    them, final states have V columns. ``exchange`` begins before the last outputs are computed.
     """
     batch, length, heads, value_dim = arguments.v.shape
     key_dim = arguments.q.shape[-1]
@@ -290,7 +289,7 @@ class _RuleWithRecompute(torch.autograd.Function):
             scanned = scan_chunks(terms, segment.sequence_ids, states)  # states become those after the segment
             if exchange is not None and segment is layout.segments[-1]:
                 exchange.begin(_stacked(states, len(states)))
-                exchange.overlapped_work = partial(_replay_last_segment, ctx)
+                exchange.overlapped_work = partial(_replay_last_segment, ctx)  # during the exchange of backward
             output = outputs(terms, scanned)
             segment.write_tokens(o, output[..., : v.shape[-1]])
             if transition_output is not None and segment.num_transition_columns:

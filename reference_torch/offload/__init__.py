@@ -7,12 +7,14 @@ program.
 In the order in which to read them, the files are:
 
     link, statistics, lifetime                  a copy, counters of copies, and weak references to a manager
-    storage, writes, registry, layer            a storage that is copied, and the storages and hooks of a layer
+    storage, writes                             a storage that is copied, and writes that nothing counts
     activations, saved                          values saved for backward
+    interruptions, observe                      hooks that detect uses of a layer
+    registry, layer                             the hooks and the storages of a registered layer
     update_targets, gradients, optimizer_state  what an update of a layer needs besides its parameters
     optimizer                                   an optimizer step in parts
     residency, scheduling                       where layers are, and what each use fetches and evicts
-    interruptions, observe, manager             hooks that detect uses, and the public interface
+    manager                                     the public interface
     default_manager, modules                    the manager of the process, and submodules by name
 """
 

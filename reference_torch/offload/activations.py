@@ -88,9 +88,9 @@ class SavedStorage:
         return None if self._device_storage is None else self._device_storage._cdata
 
     @property
-    def is_fetched(self) -> bool:
-        """True if no copy to the device is on its way."""
-        return self._incoming is None
+    def is_incoming(self) -> bool:
+        """True if a copy to the device is on its way."""
+        return self._incoming is not None
 
     def watch(self, tensor: Tensor) -> int:
         """Record the version of a tensor in this storage and return its index for check_unchanged.
@@ -292,8 +292,8 @@ class ActivationOffload:
         """Return the saved tensor, after its storage is fetched and has arrived."""
         saved.storage.check_unchanged(saved.index)
         self._statistics.note_copies("in", [saved.storage.fetch()])
-        is_fetched = saved.storage.is_fetched
-        with contextlib.nullcontext() if is_fetched else self._statistics.measure_wait(self._link.device):
+        waits = saved.storage.is_incoming
+        with self._statistics.measure_wait(self._link.device) if waits else contextlib.nullcontext():
             storage = saved.storage.wait_for_fetch()
         empty: Any = torch.empty(0, dtype=saved.dtype, device=self._link.device)
         return empty.set_(storage, saved.offset, saved.shape, saved.stride)

@@ -73,7 +73,7 @@ class LayerObserver:
     Args:
         layer_id: number of the layer.
         module: the layer.
-        parameters: parameters that no other layer shares; the layer's backward ends after their gradients.
+        parameters: parameters that no layer registered before shares; backward of the layer ends after their gradients.
         listener: receives the reports.
     """
 

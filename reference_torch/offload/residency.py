@@ -159,7 +159,7 @@ class Residency:
         self._note_bytes()
 
     def note_use(self, layer_id: int) -> None:
-        """Count a use of a layer whose fetch has not begun because of this use, unless layers do not move."""
+        """Count a use as a hit or a miss, before the fetch that it causes; count nothing if parameters do not move."""
         if self._targets.parameters:
             self.statistics.note_use(layer_id, hit=self.layers[layer_id].is_resident)
 

@@ -51,6 +51,7 @@ def layer_saved_tensor_hooks(
         group: group to which saved activations are added.
     """
     outer = internals.outer_saved_tensor_hooks()
+    # Outer hooks other than those of recompute receive the activations, so that none moves.
     if group is None or not lazy_restore.is_alone(outer):
         activations = None
 

@@ -99,7 +99,7 @@ class UsePredictor:
         if last is None or last.layer not in self.layers:
             last = Use("S", self.layers[-1])
         replays = self._replays
-        # A replay that no earlier step had has begun: the layers up to that of the waiting backward follow.
+        # If a replay has begun that no earlier step had, the layers before that of the last waiting backward follow.
         if last.kind == "R" and self.pending and self.pending[-1] not in replays:
             begin, end = (self.layers.index(layer) for layer in (last.layer, self.pending[-1]))
             replays = {**replays, self.pending[-1]: tuple(self.layers[begin:end]) or (last.layer,)}
@@ -184,7 +184,7 @@ class UseScheduler:
         residency.note_use(use.layer)  # before the fetch below
         window = self.order.begin(use)
         # Evictions come before fetches, which reuse their device memory. Here the computation waits for the copies to
-        # the host that the end of the previous use has begun. Gradients are copied until the next use.
+        # the host that the end of the previous use has begun. It waits for the copies of gradients at the next use.
         if residency.gradients is not None:
             residency.gradients.evict_arrived()
         self.evict_unneeded(window)
@@ -224,7 +224,7 @@ class UseScheduler:
 
     @_locked
     def begin_backward(self, layer_id: int) -> None:
-        """Begin a backward, or wait with it for the replay that comes before it."""
+        """Begin a backward, or postpone it until its replay has begun and reads the layer."""
         self._check_thread()
         self._end_with_backward()
         if torch.is_grad_enabled():  # with create_graph, the graph of the gradients reads parameters without a hook

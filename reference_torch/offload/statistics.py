@@ -108,5 +108,10 @@ class OffloadStatistics:
 
     def _add_finished_events(self) -> None:
         """Add the waits that have ended on the GPU to the seconds, without waiting for the others."""
-        self._waited += sum(begin.elapsed_time(end) / 1000.0 for begin, end in self._events if end.query())
-        self._events = [(begin, end) for begin, end in self._events if not end.query()]
+        running = []
+        for begin, end in self._events:
+            if end.query():  # once, because it may end in between
+                self._waited += begin.elapsed_time(end) / 1000.0
+            else:
+                running.append((begin, end))
+        self._events = running

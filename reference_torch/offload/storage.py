@@ -270,7 +270,11 @@ class OffloadedStorage:
         if self.is_changed:
             self.write_back()
         if self._last_copy is not None:  # it may still write the bytes that the caller reads, or read those it writes
-            self._last_copy.synchronize()
+            try:
+                self._last_copy.synchronize()
+            except OffloadError:
+                self._note_failed_copy()
+                raise
         if before is None:  # a holder that wrote it undetected may do so again
             self._host_versions = before
         with torch.inference_mode(False):
@@ -301,8 +305,7 @@ class OffloadedStorage:
             try:
                 written.wait()
             except OffloadError:
-                self._host_versions = None  # the next eviction copies it again
-                self._last_copy = None
+                self._note_failed_copy()
             return 0
         if internals.HAS_SWAP:
             target = UntypedStorage(self.nbytes, device=self._link.device)
@@ -364,16 +367,20 @@ class OffloadedStorage:
             written.wait()
         except OffloadError:
             self._is_on_device = True  # only the device has valid bytes
-            self._host_versions = None
-            self._last_copy = None
+            self._note_failed_copy()
             raise
         self._empty()
 
     def write_back(self) -> Copy:
         """Start to update the host copy; the caller waits for it before it uses either storage."""
-        self._host_versions = self._version
         self._last_copy = self._link.copy(self.host, self.device_storage)
+        self._host_versions = self._version
         return self._last_copy
+
+    def _note_failed_copy(self) -> None:
+        """Record that the host copy may not be current, so that the next eviction copies it again."""
+        self._host_versions = None
+        self._last_copy = None
 
     def release(self) -> None:
         """Move the storage to the device permanently, even after a failed copy."""

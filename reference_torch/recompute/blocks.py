@@ -48,10 +48,10 @@ class BlockRecomputation:
         """
         return SAVE_ALL if value in self.dropped else self
 
-    def discard_consumed(self, hidden_states: Tensor) -> None:
-        """Empty every dropped output so far except ``hidden_states``, which forward still reads."""
+    def discard_consumed(self, keep: Tensor) -> None:
+        """Empty every dropped output so far except ``keep``, which forward still reads."""
         if self._manager is not None:
-            self._manager.discard_consumed(hidden_states)
+            self._manager.discard_consumed(keep)
 
 
 SAVE_ALL = BlockRecomputation()

@@ -1,12 +1,13 @@
 """Copies that still run after wait(), as those of a GPU's stream do."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from reference_torch.offload.link import Copy, Link, StreamCopy
+from reference_torch.offload.link import Copy, Link, OffloadError, StreamCopy
 from reference_torch.offload.statistics import OffloadStatistics
 from reference_torch.offload.storage import OffloadedStorage, host_value
 from tests.offload.support import LAYERS, batch, build
@@ -72,6 +73,22 @@ def test_a_host_copy_is_written_after_the_copy_from_it_has_ended():
     assert not link.waiting
 
 
+def test_a_copy_that_fails_when_the_host_copy_is_read_is_repeated():
+    """Otherwise the next eviction would take the old host copy for the current one, and drop the written value."""
+    parameter = nn.Parameter(torch.zeros(8))
+    link = Link(torch.device("cpu"))
+    storage = OffloadedStorage("weight", [parameter], link)
+    with torch.no_grad():
+        parameter.add_(1.0)
+    link.delay = lambda nbytes: "no number"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(OffloadError, match="copy: expected to move bytes"):
+        storage.host_view(parameter)
+    link.delay = None
+    storage.evict()
+    storage.finish_eviction()
+    assert torch.equal(host_value(parameter), torch.ones(8))
+
+
 def test_the_stream_of_the_copied_device_waits(monkeypatch):
     """Another GPU may be the current one."""
     asked = []
@@ -86,6 +103,7 @@ def test_the_waits_of_a_device_are_measured_in_its_stream(monkeypatch):
     """Those that have ended are added without waiting for the others."""
     device = torch.device("cuda", 1)
     synchronized = []
+    numbers = itertools.count()
 
     class Event:
         def __init__(self, enable_timing):
@@ -95,7 +113,9 @@ def test_the_waits_of_a_device_are_measured_in_its_stream(monkeypatch):
             self.stream = stream
 
         def query(self):
-            return len(statistics._events) > 1
+            """Every second event has not ended when it is asked first."""
+            self.asked = getattr(self, "asked", 0) + 1
+            return self.asked > 1 or next(numbers) % 2 == 0
 
         def synchronize(self):
             synchronized.append(self)
@@ -111,7 +131,8 @@ def test_the_waits_of_a_device_are_measured_in_its_stream(monkeypatch):
         with statistics.measure_wait(device):
             pass
     assert not synchronized
-    assert statistics._waited == 1001
+    assert statistics._waited == 501
+    assert statistics.seconds_waited == 1001
 
 
 @pytest.mark.gpu

@@ -174,7 +174,7 @@ def test_r24_forward_peak_is_lower_with_progressive_discarding(monkeypatch):
         return memory.peak("start", "forward") - memory.live("start"), memory.live("forward") - memory.live("start")
 
     progressive, held = peak()
-    monkeypatch.setattr(BlockRecomputation, "discard_consumed", lambda self, hidden_states: None)
+    monkeypatch.setattr(BlockRecomputation, "discard_consumed", lambda self, keep: None)
     at_the_end, held_at_the_end = peak()
     assert progressive < at_the_end - 8 * streams
     assert held == pytest.approx(held_at_the_end, abs=streams / 4)

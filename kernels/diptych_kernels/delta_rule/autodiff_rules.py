@@ -221,12 +221,10 @@ def _scan_forward(
     """Scan all sequences from their first chunk; see scan.scan_forward.
 
     Returns:
-        o, chunk_states, errors and final; the flags of launch_configs.scan_forward exclude some of them.
+        o, chunk_states, errors and final; those that the flags exclude have shape [0].
     """
     q_from_start, k_from_start, k_to_end, (a_qk, _, inverse, beta_chunks, decay) = terms
-    if not flags.get(
-        "output"
-    ):  # placeholders: the kernel has a pointer for every input, also for those it does not read
+    if not flags.get("output"):  # placeholders, because the kernel has a pointer for every input
         q_from_start = a_qk = beta_chunks
     initial = beta_chunks if flags.get("from_zero") else inputs.initial
     arrays = (q_from_start, k_from_start, k_to_end, inputs.v, decay, beta_chunks, a_qk, inverse, initial)
@@ -239,7 +237,7 @@ def _scan_backward(
     """Scan all sequences from their last chunk; see scan.scan_backward.
 
     Returns:
-        dx, dends and dinitial; the flags of launch_configs.scan_backward exclude some of them.
+        dx, dends and dinitial; those that the flags exclude have shape [0].
     """
     *decayed, (a_qk, _, inverse, beta_chunks, decay) = terms
     arrays = (*decayed, decay, beta_chunks, a_qk, inverse, do, beta_chunks if flags.get("from_zero") else dfinal)

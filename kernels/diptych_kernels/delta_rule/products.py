@@ -19,8 +19,8 @@ A program computes one chunk of one head. With one decay per channel (KDA), A_qk
 
 - Factored, for bfloat16: if every log decay since the chunk's first token is above -60, A_qk and A_kk are matrix
   products of the whole chunk, because exp(G_i - G_j) = exp(G_i - G_1) exp(G_1 - G_j).
-- Tiled: otherwise they consist of tiles of 16 x 16 tokens. Below the diagonal, both factors are decays to the first
-  token of the row's tile, hence at most 1. A tile on the diagonal has the factored form from its own first token, if
+- Tiled: otherwise they consist of tiles of 16 x 16 tokens. Below the diagonal, both factors are decays to the border
+  before the row's tile, hence at most 1. A tile on the diagonal has the factored form from its own first token, if
   its decay allows that, and is computed column by column otherwise.
 
 Exponents are sums of log decays, never differences of sums, except in the factored form. So they are never positive and
@@ -29,7 +29,8 @@ stay accurate after a strong decay.
 The inverse is computed by forward substitution, first over rows within a tile and then over tiles. Powers of the matrix
 would overflow if keys are equal.
 
-In flash-linear-attention, q_from_start is called qg, k_to_end kg, and inverse diag(beta) A.
+In flash-linear-attention, q_from_start is called qg, k_to_end kg, and inverse diag(beta) A. common.py explains the
+names of all kernels. T is the number of tokens, NC of chunks, N of sequences, H of key heads and HV of value heads.
 
 The file intra.py of both backends contains the reference implementation. Reference: arXiv 2412.06464, section 3.3;
 arXiv 2510.26692, section 3.
@@ -253,7 +254,7 @@ def _store_decayed(
 def _split_float16(b_g):
     """Return (high, low), two float16 whose sum is g with an error of at most 2^-22 of its size or 2^-25.
 
-    This is less than what rounding a decay to bfloat16 changes. g is at least -6e4 then, because 0 times an infinite
+    This is less than what rounding a decay to bfloat16 changes. g is raised to -6e4 first, because 0 times an infinite
     decay would be NaN.
     """
     b_g = tl.where(b_g < -6e4, -6e4, b_g)
