@@ -42,8 +42,15 @@ class LinearProducts:
         return gradient @ weight.astype(x.dtype)
 
     def weight_gradient(self, x: Array, gradient: Array, scales: Array | None = None) -> Array:
-        """Return the gradient of the weight from the input and the gradient of the output."""
-        return jnp.einsum("no,ni->oi", as_matrix(gradient), as_matrix(x))
+        """Return the gradient of the weight from the input and the gradient of the output.
+
+        XLA's CPU backend copies the first operand to transpose it, so that is the narrower one.
+        """
+        x = as_matrix(x)
+        gradient = as_matrix(gradient)
+        if gradient.shape[1] <= x.shape[1]:
+            return jnp.einsum("no,ni->oi", gradient, x)
+        return jnp.einsum("ni,no->io", x, gradient).T
 
 
 def as_matrix(x: Array) -> Array:
