@@ -29,6 +29,14 @@ def test_nothing_spills_at_production_shapes(used):
     assert not spilled
 
 
+@pytest.mark.slow
+def test_nothing_spills_on_sm_100():
+    """B200."""
+    recorded = PRODUCTION | ahead.delta_rule_production(tokens=8192, heads=32, dtype="bfloat16")
+    spilled = {name: used.spilled for name, entry in recorded.items() if (used := ahead.resources(entry, 100)).spilled}
+    assert not spilled
+
+
 @pytest.mark.thorough
 def test_programs_fit_a_multiprocessor(used):
     """Shared memory of one program: 163 KiB on sm_80, 227 KiB on sm_90."""
