@@ -77,7 +77,7 @@ CANDIDATES: dict[str, tuple[Block, ...]] = {
     "aggregate_forward": (Block(1, 2048), Block(1, 1024), Block(4, 256), Block(1, 4096, 8)),
     "aggregate_backward": (Block(4, 256), Block(1, 1024), Block(1, 512), Block(1, 1024, 8)),
     "write_forward": (Block(1, 1024), Block(1, 2048, 8), Block(4, 256), Block(4, 128)),
-    "write_backward": (Block(1, 256, 1), Block(1, 512, 2), Block(1, 256, 2), Block(1, 512)),
+    "write_backward": (Block(1, 512, 2), Block(1, 256, 1), Block(1, 256, 2), Block(1, 512)),
     "project_forward": (Block(64, 128, 8, 3), Block(64, 128, 4, 4), Block(64, 256, 8, 3), Block(64, 64, 4, 4)),
     "project_backward": (Block(64, 64, 4, 3), Block(64, 128, 4, 3), Block(64, 128, 8, 2), Block(32, 64, 4, 3)),
     "sinkhorn_forward": (Block(64, 1), Block(32, 1), Block(128, 1)),
