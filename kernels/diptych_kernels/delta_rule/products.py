@@ -84,7 +84,7 @@ def load_rows(
     p_x = x_ptr + (first * H + head) * D + (o_t * (H * D))[:, None] + o_d[None, :]
     if m_t is None and HAS_COLUMNS:
         return tl.load(p_x).to(ACC)
-    mask = o_d[None, :] < D if m_t is None else m_t[:, None] if HAS_COLUMNS else m_t[:, None] & (o_d[None, :] < D)
+    mask = o_d[None, :] < D if m_t is None else m_t[:, None] & (o_d[None, :] < D)
     return tl.load(p_x, mask=mask, other=0.0).to(ACC)
 
 
@@ -97,7 +97,7 @@ def store_rows(
     if m_t is None and HAS_COLUMNS:
         tl.store(p_x, b_x)
     else:
-        mask = o_d[None, :] < D if m_t is None else m_t[:, None] if HAS_COLUMNS else m_t[:, None] & (o_d[None, :] < D)
+        mask = o_d[None, :] < D if m_t is None else m_t[:, None] & (o_d[None, :] < D)
         tl.store(p_x, b_x, mask=mask)
 
 
