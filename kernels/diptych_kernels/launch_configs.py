@@ -75,9 +75,9 @@ class Launch:
 
 CANDIDATES: dict[str, tuple[Block, ...]] = {
     "aggregate_forward": (Block(1, 2048), Block(1, 1024), Block(4, 256), Block(1, 4096, 8)),
-    "aggregate_backward": (Block(4, 256), Block(1, 1024), Block(1, 512), Block(1, 1024, 8)),
-    "write_forward": (Block(1, 1024), Block(1, 2048, 8), Block(4, 256), Block(4, 128)),
-    "write_backward": (Block(1, 512, 2), Block(1, 256, 1), Block(1, 256, 2), Block(1, 512)),
+    "aggregate_backward": (Block(1, 1024), Block(1, 512, 2), Block(4, 256), Block(1, 2048, 8)),
+    "write_forward": (Block(1, 1024), Block(1, 2048, 8), Block(1, 512, 2), Block(1, 256, 1)),
+    "write_backward": (Block(1, 512, 2), Block(1, 256, 1), Block(1, 1024), Block(1, 2048, 8)),
     "project_forward": (Block(64, 128, 8, 3), Block(64, 128, 4, 4), Block(64, 256, 8, 3), Block(64, 64, 4, 4)),
     "project_backward": (Block(64, 64, 4, 3), Block(64, 128, 4, 3), Block(64, 128, 8, 2), Block(32, 64, 4, 3)),
     "sinkhorn_forward": (Block(64, 1), Block(32, 1), Block(128, 1)),
@@ -159,10 +159,9 @@ def aggregate_backward(
 ) -> Launch:
     """Configure the launch x, h_pre, grad -> dx, dh_pre; without ``dx``, dx has shape [0]."""
     tokens = math.prod(lead)
-    columns = _reduction_columns(block, streams, width, dtype)
     outputs = [((*lead, streams, width) if dx else (0,), dtype), ((*lead, streams), wide(dtype))]
     grid = (math.ceil(tokens / block.rows),)
-    constants = dict(S=streams, D=width, DX=dx, BN=block.rows, BD=columns)
+    constants = dict(S=streams, D=width, DX=dx, **_reduction_tile(block, streams, width, dtype))
     return launch_of("streams", aggregate_backward, block, grid, (tokens,), outputs, **constants)
 
 
@@ -208,7 +207,6 @@ def write_backward(block: Block, lead: tuple[int, ...], streams: int, width: int
     residual, h_res, output, bias, h_post, row_low, row_high, step, grad -> dresidual, dh_res, doutput, dh_post.
     """
     tokens = math.prod(lead)
-    columns = _reduction_columns(block, streams, width, dtype)
     mix = write.add == "mix"
     outputs = [
         ((*lead, streams, width) if mix else (0,), dtype),
@@ -217,16 +215,22 @@ def write_backward(block: Block, lead: tuple[int, ...], streams: int, width: int
         ((*lead, streams) if write.post else (0,), wide(dtype)),
     ]
     scalars = (tokens, write.seed, write.site)
-    constants = dict(S=streams, D=width, **write.constants(), BN=block.rows, BD=columns)
+    constants = dict(S=streams, D=width, **write.constants(), **_reduction_tile(block, streams, width, dtype))
     return launch_of("streams", write_backward, block, (math.ceil(tokens / block.rows),), scalars, outputs, **constants)
 
 
-def _reduction_columns(block: Block, streams: int, width: int, dtype: str) -> int:
-    """Return the columns of a tile whose sums stay in registers; fewer for many pairs of streams or float64."""
+def _reduction_tile(block: Block, streams: int, width: int, dtype: str) -> dict[str, int]:
+    """Return the tile of a program that sums over columns in registers, and the RUN of columns that a thread loads.
+
+    Tiles are smaller for more than four streams, which have many pairs, and for float64.
+    """
     columns = block.columns if streams <= 4 else block.columns // 4
     if dtype == "float64":
         columns //= 2
-    return min(max(columns, 16), power_of_two(width, 16))
+    per_thread = max(block.rows * columns // (32 * block.num_warps), 1)
+    per_access = {"float64": 2, "float32": 4}.get(dtype, 8)  # 16 bytes
+    run = math.gcd(width, min(per_thread, per_access))
+    return dict(BN=block.rows, BD=min(max(columns, 16), power_of_two(width, 16)), RUN=run)
 
 
 def project_forward(

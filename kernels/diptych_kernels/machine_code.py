@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
@@ -145,7 +146,7 @@ def read(listing: str) -> MachineCode:
         if label := _LABEL.match(text):
             labels[label[1]] = len(code)
         elif source := _SOURCE.match(text):
-            line = linecache.getline(source[1], int(source[2])).split("#")[0].strip()
+            line = linecache.getline(_local(source[1]), int(source[2])).split("#")[0].strip()
         elif (instruction := _INSTRUCTION.match(text)) and instruction[1] != "NOP":
             code.append((instruction[1], instruction[2]))
             lines.append(line)
@@ -163,6 +164,15 @@ def read(listing: str) -> MachineCode:
     ]
     barriers = sum(name.startswith("BAR") for name, _ in code)
     return MachineCode(len(code), len(inside), tuple(accesses), _nested(spans), barriers)
+
+
+def _local(path: str) -> str:
+    """Return the path of this package's file for the path that a kernel was compiled from.
+
+    Triton's cache returns kernels that another copy of this package compiled, which may have been removed since.
+    """
+    _, package, inside = path.rpartition("/diptych_kernels/")
+    return str(Path(__file__).parent / inside) if package else path
 
 
 def _nested(spans: list[tuple[int, int, str]]) -> tuple[Loop, ...]:

@@ -36,24 +36,41 @@ def load_streams(x_ptr, o_n, o_d, mask, S: tl.constexpr, D: tl.constexpr, ACC: t
 
 
 @triton.jit
-def dropout_keep(o_n, m_n, o_d, s, low_ptr, high_ptr, step_ptr, seed, site, D: tl.constexpr, THRESHOLD: tl.constexpr):
-    """Return the dropout mask [BN, BD] of stream s; True keeps the element.
+def sums_of_runs(b_x, RUN: tl.constexpr):
+    """Add every RUN neighbouring columns of the tile [BN, BD]; [BN, BD / RUN].
 
-    o_d must begin at a multiple of 4. THRESHOLD is floor(p 2**32).
+    A thread loads RUN neighbours in one access, and adds them without another thread.
     """
-    BN: tl.constexpr = o_n.shape[0]
-    BD: tl.constexpr = o_d.shape[0]
+    BN: tl.constexpr = b_x.shape[0]
+    BD: tl.constexpr = b_x.shape[1]
+    return tl.sum(tl.reshape(b_x, [BN, BD // RUN, RUN]), 2)
+
+
+@triton.jit
+def dropout_counter(o_n, m_n, low_ptr, high_ptr, step_ptr):
+    """Load what the dropout masks of all streams and columns share: row_low [BN, 1], row_high [BN, 1] and the step."""
     low = tl.load(low_ptr + o_n, mask=m_n, other=0).to(tl.uint32)[:, None]
     high = tl.load(high_ptr + o_n, mask=m_n, other=0).to(tl.uint32)[:, None]
-    step = tl.load(step_ptr).to(tl.uint32)
+    return low, high, tl.load(step_ptr).to(tl.uint32)
+
+
+@triton.jit
+def dropout_keep(
+    start, s, counter, seed, site, D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, THRESHOLD: tl.constexpr
+):
+    """Return the dropout mask [BN, BD] of stream s and the columns from ``start``; True keeps the element.
+
+    start must be a multiple of 4. counter is what dropout_counter returns. THRESHOLD is floor(p 2**32).
+    """
+    low, high, step = counter
     key0 = tl.cast(seed, tl.uint32)
     key1 = tl.cast(site, tl.uint32)
     if D % 4 == 0:  # the tile contains all four words of each counter
-        o_q = (s * D + tl.min(o_d, 0)) // 4 + tl.arange(0, BD // 4)[None, :]
+        o_q = (s * D + start) // 4 + tl.arange(0, BD // 4)[None, :]
         w0, w1, w2, w3 = tl.philox_impl(tl.broadcast_to(o_q.to(tl.uint32), (BN, BD // 4)), low, high, step, key0, key1)
         word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     else:
-        column = s * D + tl.broadcast_to(o_d[None, :], (BN, BD))
+        column = s * D + start + tl.broadcast_to(tl.arange(0, BD)[None, :], (BN, BD))
         w0, w1, w2, w3 = tl.philox_impl((column // 4).to(tl.uint32), low, high, step, key0, key1)
         lane = column % 4
         word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
@@ -89,6 +106,7 @@ def aggregate_backward(
     DX: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """Compute dh_pre [N, S] and, if DX, dx [N, S, D] from grad [N, D]; grid (N / BN,)."""
     ACC: tl.constexpr = h_pre_ptr.dtype.element_ty
@@ -97,7 +115,7 @@ def aggregate_backward(
     sums = ()
     for s in tl.static_range(S):
         b_h = b_h + (tl.load(h_pre_ptr + o_n * S + s, mask=m_n, other=0.0)[:, None],)
-        sums = sums + (tl.zeros([BN, BD], ACC),)
+        sums = sums + (tl.zeros([BN, BD // RUN], ACC),)
     for start in range(0, D, BD):
         o_d = start + tl.arange(0, BD)
         mask = m_n[:, None] & (o_d[None, :] < D)
@@ -107,7 +125,7 @@ def aggregate_backward(
         for s in tl.static_range(S):
             if DX:
                 tl.store(dx_ptr + (o_n * S + s)[:, None] * D + o_d[None, :], b_h[s] * b_grad, mask=mask)
-            new = new + (sums[s] + b_x[s] * b_grad,)
+            new = new + (sums[s] + sums_of_runs(b_x[s] * b_grad, RUN),)
         sums = new
     for s in tl.static_range(S):
         tl.store(dh_pre_ptr + o_n * S + s, tl.sum(sums[s], 1), mask=m_n)
@@ -145,14 +163,17 @@ def write_forward(
     """
     ACC: tl.constexpr = h_post_ptr.dtype.element_ty
     o_n, m_n = token_block(tokens, BN)
-    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    start = tl.program_id(1) * BD
+    o_d = start + tl.arange(0, BD)
     mask = m_n[:, None] & (o_d[None, :] < D)
+    if THRESHOLD > 0:
+        counter = dropout_counter(o_n, m_n, low_ptr, high_ptr, step_ptr)
     if ADD != "none":
         b_residual = load_streams(residual_ptr, o_n, o_d, mask, S, D, ACC)
     if POST:
         b_output = tl.load(output_ptr + o_n[:, None] * D + o_d[None, :], mask=mask, other=0.0).to(ACC)
         if BIAS:
-            b_output += tl.load(bias_ptr + o_d, mask=o_d < D, other=0.0).to(ACC)[None, :]
+            b_output += tl.load(bias_ptr + o_d[None, :], mask=o_d[None, :] < D, other=0.0).to(ACC)
     for s in tl.static_range(S):
         b_next = tl.zeros([BN, BD], ACC)
         if ADD == "mix":
@@ -163,7 +184,7 @@ def write_forward(
         if POST:
             b_term = tl.load(h_post_ptr + o_n * S + s, mask=m_n, other=0.0)[:, None] * b_output
             if THRESHOLD > 0:
-                keep = dropout_keep(o_n, m_n, o_d, s, low_ptr, high_ptr, step_ptr, seed, site, D, THRESHOLD)
+                keep = dropout_keep(start, s, counter, seed, site, D, BN, BD, THRESHOLD)
                 b_term = tl.where(keep, b_term * SCALE, 0.0)
             b_next += b_term
         tl.store(next_ptr + (o_n * S + s)[:, None] * D + o_d[None, :], b_next, mask=mask)
@@ -196,6 +217,7 @@ def write_backward(
     SCALE: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """Compute the gradients of write_forward from grad [N, S, D]; grid (N / BN,).
 
@@ -204,6 +226,8 @@ def write_backward(
     """
     ACC: tl.constexpr = h_post_ptr.dtype.element_ty
     o_n, m_n = token_block(tokens, BN)
+    if THRESHOLD > 0:
+        counter = dropout_counter(o_n, m_n, low_ptr, high_ptr, step_ptr)
     b_res = ()
     res_sums = ()
     b_post = ()
@@ -211,11 +235,11 @@ def write_backward(
     for s in tl.static_range(S):
         if POST:
             b_post = b_post + (tl.load(h_post_ptr + o_n * S + s, mask=m_n, other=0.0)[:, None],)
-            post_sums = post_sums + (tl.zeros([BN, BD], ACC),)
+            post_sums = post_sums + (tl.zeros([BN, BD // RUN], ACC),)
         if ADD == "mix":
             for j in tl.static_range(S):
                 b_res = b_res + (tl.load(h_res_ptr + (o_n * S + s) * S + j, mask=m_n, other=0.0)[:, None],)
-                res_sums = res_sums + (tl.zeros([BN, BD], ACC),)
+                res_sums = res_sums + (tl.zeros([BN, BD // RUN], ACC),)
     for start in range(0, D, BD):
         o_d = start + tl.arange(0, BD)
         mask = m_n[:, None] & (o_d[None, :] < D)
@@ -230,21 +254,21 @@ def write_backward(
             new = ()
             for s in tl.static_range(S):
                 for j in tl.static_range(S):
-                    new = new + (res_sums[s * S + j] + b_grad[s] * b_residual[j],)
+                    new = new + (res_sums[s * S + j] + sums_of_runs(b_grad[s] * b_residual[j], RUN),)
             res_sums = new
         if POST:
             b_output = tl.load(output_ptr + o_n[:, None] * D + o_d[None, :], mask=mask, other=0.0).to(ACC)
             if BIAS:
-                b_output += tl.load(bias_ptr + o_d, mask=o_d < D, other=0.0).to(ACC)[None, :]
+                b_output += tl.load(bias_ptr + o_d[None, :], mask=o_d[None, :] < D, other=0.0).to(ACC)
             b_doutput = tl.zeros([BN, BD], ACC)
             new = ()
             for s in tl.static_range(S):
                 b_term = b_grad[s]
                 if THRESHOLD > 0:
-                    keep = dropout_keep(o_n, m_n, o_d, s, low_ptr, high_ptr, step_ptr, seed, site, D, THRESHOLD)
+                    keep = dropout_keep(start, s, counter, seed, site, D, BN, BD, THRESHOLD)
                     b_term = tl.where(keep, b_term * SCALE, 0.0)
                 b_doutput += b_post[s] * b_term
-                new = new + (post_sums[s] + b_term * b_output,)
+                new = new + (post_sums[s] + sums_of_runs(b_term * b_output, RUN),)
             post_sums = new
             tl.store(doutput_ptr + o_n[:, None] * D + o_d[None, :], b_doutput, mask=mask)
     for s in tl.static_range(S):

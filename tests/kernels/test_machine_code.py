@@ -1,6 +1,7 @@
 """What the machine code of kernels at production shapes contains and executes, without a GPU."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,15 @@ LISTING = """
         /*00a0*/                   BRA `(.L_x_2);
         /*00b0*/                   NOP;
 """
+
+
+def test_loops_of_kernels_that_another_copy_compiled_are_found():
+    """The cache of Triton is shared between copies of the package; a removed copy has no source lines to read."""
+    lines = Path(machine_code.__file__).with_name("streams.py").read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if line.strip() == "for start in range(0, D, BD):")
+    path = "/removed/kernels/diptych_kernels/streams.py"
+    found = machine_code.read(LISTING.replace("{path}", path).replace("line 3", f"line {number}"))
+    assert [loop.statement for loop in found.loops] == ["for start in range(0, D, BD):"]
 
 
 def test_a_listing_is_read(tmp_path):
