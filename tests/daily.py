@@ -58,7 +58,6 @@ EVERY = {
     "tests/recompute/test_recompute_modules_jax.py::test_transformations": 7,
     "tests/recompute/test_recompute_modules_jax.py::test_second_derivatives": 0,
     "tests/pipeline/test_torch.py::test_two_ranks_compute_what_one_process_does": 0,
-    "tests/offload/test_training.py::test_o11_pipelines": 0,
     "tests/test_training.py::test_gradients_of_a_batch_of_any_size": 0,
     "tests/recompute/test_recompute.py::test_gradients_do_not_change_and_agree_between_the_backends": 0,
     "tests/test_composition.py::test_what_must_be_accepted_learns_as_plain": 13,

@@ -26,7 +26,7 @@ from diptych_kernels.launch_configs import Block, Launch, Write, wide
 TARGETS = (80, 90)
 """Compute capabilities: A100, and H100 or H200."""
 
-_SHARED_KIB = {80: 164, 90: 228}
+_SHARED_KIB = {80: 164, 90: 228, 100: 228}
 """Shared memory of a multiprocessor, in KiB."""
 
 _POINTERS = {
@@ -372,8 +372,13 @@ def programs(used: Resources, capability: int) -> int:
 
     Args:
         used: resources of the kernel.
-        capability: compute capability.
+        capability: compute capability: 80, 90 or 100.
+
+    Raises:
+        ValueError: the multiprocessor of this capability is not known.
     """
+    if capability not in _SHARED_KIB:
+        raise ValueError(f"capability: expected one of {', '.join(map(str, _SHARED_KIB))}, got {capability}")
     warps = 65536 // (math.ceil(used.registers * 32 / 256) * 256)
     by_shared = _SHARED_KIB[capability] * 1024 // (used.shared + 1024)
     return min(warps // used.num_warps, by_shared, 64 // used.num_warps, 32)
@@ -384,6 +389,6 @@ def occupancy(used: Resources, capability: int) -> float:
 
     Args:
         used: resources of the kernel.
-        capability: compute capability.
+        capability: compute capability: 80, 90 or 100.
     """
     return programs(used, capability) * used.num_warps / 64

@@ -26,7 +26,7 @@ CYCLES_WITH_BARRIERS = 8.0
 ISSUED_PER_CYCLE = 4
 """Warp instructions that a multiprocessor issues in a cycle."""
 
-STRONG_DECAYS = ("for row in range(0, C // TILE):", "for tile in tl.range(0, C // TILE, disable_licm=True):")
+STRONG_DECAYS = ("for step in range(0, C // TILE):", "for step in tl.range(0, C // TILE, disable_licm=True):")
 """Loops of KDA that run in 16 bits only if a channel decays by more than exp(-60) in a chunk; left out there."""
 
 

@@ -115,9 +115,13 @@ class TorchBackend(Functions):
         return torch.as_tensor(np.array(x) if isinstance(x, np.ndarray) else x, device=like.device)
 
     def array_kind(self, x: Any) -> str | None:
-        """Return None for a dense tensor, else the name of the given type or layout."""
+        """Return None for a dense tensor, else the name of the given type or layout, or what transforms it."""
         if not isinstance(x, Tensor):
             return type(x).__name__
+        if x.is_nested:
+            return "a nested tensor"
+        if not torch.compiler.is_compiling() and _is_transformed(x):
+            return "one that torch.func transforms or that has a tangent; impl='reference' accepts it"
         return None if x.layout is torch.strided else str(x.layout).removeprefix("torch.")
 
     def is_traced(self, x: Any) -> bool:
@@ -137,6 +141,14 @@ class TorchBackend(Functions):
                 f"{first}: expected a CUDA tensor, or a CPU tensor for the interpreter, got one on {device}; "
                 "impl='reference' runs anywhere"
             )
+
+
+def _is_transformed(x: Tensor) -> bool:
+    """Return True if torch.func (vmap, grad, jvp, ...) has wrapped a tensor or it has a forward-mode tangent."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore[reportAttributeAccessIssue]
+        return True
+    forward_ad = torch.autograd.forward_ad
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def run(launch: Launch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

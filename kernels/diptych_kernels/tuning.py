@@ -145,7 +145,7 @@ def _path_in(folder: str | None, home: str | None) -> Path | None:
     """Return the path of the cache file with these values of DIPTYCH_CACHE_DIR and HOME."""
     del home
     try:
-        return Path(folder or Path.home() / ".cache" / "diptych") / "blocks.json"
+        return Path(folder or "~/.cache/diptych").expanduser() / "blocks.json"
     except RuntimeError:
         return None
 
@@ -161,14 +161,24 @@ def _table(path: Path | None) -> dict[str, Block | None]:
 
 
 def _read(path: Path | None) -> dict[str, Block]:
+    """Return the blocks in the cache file; those that are not four whole numbers are left out."""
+    entries = _entries(path).items()
+    return {key: Block(*block) for key, block in entries if isinstance(block, list) and _is_block(block)}
+
+
+def _is_block(numbers: list[Any]) -> bool:
+    return len(numbers) == len(Block._fields) and all(type(number) is int for number in numbers)
+
+
+def _entries(path: Path | None) -> dict[str, Any]:
     """Return the contents of the cache file; an empty table if it is missing or unreadable."""
     if path is None:
         return {}
     try:
-        return {key: Block(*block) for key, block in json.loads(path.read_text()).items()}
+        return dict(json.loads(path.read_text()).items())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         logger.warning("%s is no table of blocks (%s): measuring again", path, error)
         return {}
 
@@ -184,11 +194,11 @@ def _store(path: Path | None, key: str, block: Block, candidates: tuple[Block, .
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            table = _read(path)
-            if table.get(key) in candidates:
-                return table[key]
+            stored = _read(path).get(key)
+            if stored is not None and stored in candidates:
+                return stored
             partial = path.with_suffix(f".{os.getpid()}.partial")
-            partial.write_text(json.dumps({**table, key: block}, indent=1, sort_keys=True))
+            partial.write_text(json.dumps({**_entries(path), key: block}, indent=1, sort_keys=True))
             os.replace(partial, path)
     except OSError as error:
         logger.warning("%s cannot be written (%s): every process measures for itself", path, error)

@@ -189,6 +189,7 @@ class _Recorded:
 
     def __init__(self, parameter: Tensor, gradient: Tensor, x: Tensor, kind: Any) -> None:
         self._parameter = parameter
+        self._dtype = gradient_dtype(parameter)  # known in I, when offload has the parameter here; W needs no fetch
         self._factors = (gradient, x)
         self._versions = gradient._version, x._version
         self._kind = kind
@@ -210,7 +211,7 @@ class _Recorded:
                     "iterator, and do not write into buffers that forward has read"
                 )
         parameter = self._parameter
-        product = self._kind.weight_gradient(x, parameter, gradient).to(gradient_dtype(parameter))
+        product = self._kind.weight_gradient(x, parameter, gradient).to(self._dtype)
         parameter.grad = product if parameter.grad is None else parameter.grad.add_(product)
 
 

@@ -105,5 +105,7 @@ def test_tensors_move_in_accesses_of_sixteen_bytes(codes, name):
 def test_programs_of_a_multiprocessor(registers, shared, num_warps, expected):
     """Limited by registers, shared memory, warps, shared memory, and the number of programs."""
     used = ahead.Resources(registers, 0, shared, num_warps)
-    assert ahead.programs(used, 90) == expected
+    assert ahead.programs(used, 90) == ahead.programs(used, 100) == expected
+    with pytest.raises(ValueError, match="capability: expected one of 80, 90, 100, got 86"):
+        ahead.programs(used, 86)
     assert ahead.occupancy(used, 90) == expected * num_warps / 64

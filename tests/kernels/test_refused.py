@@ -77,6 +77,11 @@ REFUSED = {
         lambda: torch_ops.gelu(X.to("meta")),
         r"x: expected a CUDA tensor, or a CPU tensor for the interpreter, got one on meta; impl='reference' runs",
     ),
+    "transformed": (lambda: torch.func.vmap(torch_ops.gelu)(X), r"x: expected a dense .*torch\.func.*impl='reference'"),
+    "differentiated": (
+        lambda: torch.func.grad(lambda x: torch_ops.swiglu(x).sum())(X),
+        r"x: expected a dense .*torch\.func.*impl='reference'",
+    ),
     "impl": (lambda: ops.gelu(X, impl="cuda"), r"impl: expected one of \('auto', 'reference', 'triton'\), got 'cuda'"),
 }
 
@@ -86,6 +91,18 @@ def test_refused(what):
     call, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, about both
+def test_tangents_and_nested_tensors_are_refused():
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(ValueError, match=r"x: .* has a tangent; impl='reference'"),
+    ):
+        torch_ops.aggregate(torch.autograd.forward_ad.make_dual(X, X), H)
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(ValueError, match="x: expected a dense array of the backend's framework, got a nested tensor"):
+        torch_ops.gelu(nested)
 
 
 def test_jax_triton_missing_says_what_to_install(monkeypatch):

@@ -194,8 +194,27 @@ def test_a_block_that_does_not_run_is_passed_over(cache):
         choose({FIRST: math.nan, SECOND: math.nan, THIRD: math.nan}, width=3)
 
 
-def test_a_broken_file_is_measured_again(cache, caplog):
-    cache.write_text('{"truncated": [1, 2')
+@pytest.mark.parametrize("numbers", [[1.0, *FIRST[1:]], [True, *FIRST[1:]], [*FIRST, 2], [1], None])
+def test_entries_that_are_no_blocks_are_measured_again_and_others_kept(cache, numbers):
+    """Such as those of a later version with another parameter of blocks."""
+    key = tuning._key(launch.gelu_forward(FIRST, **SIZES), "card")
+    cache.write_text(json.dumps({key: numbers, "other": list(THIRD), "later": [*THIRD, 7]}))
+    block, measured = choose({FIRST: 3.0, SECOND: 1.0, THIRD: 2.0})
+    assert (block, len(measured)) == (SECOND, 3)
+    assert json.loads(cache.read_text()) == {key: list(SECOND), "other": list(THIRD), "later": [*THIRD, 7]}
+
+
+def test_the_folder_may_begin_with_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DIPTYCH_CACHE_DIR", "~/blocks")
+    assert tuning._path() == tmp_path / "blocks" / "blocks.json"
+    monkeypatch.delenv("DIPTYCH_CACHE_DIR")
+    assert tuning._path() == tmp_path / ".cache" / "diptych" / "blocks.json"
+
+
+@pytest.mark.parametrize("text", ['{"truncated": [1, 2', "[" * 100_000])
+def test_a_broken_file_is_measured_again(cache, caplog, text):
+    cache.write_text(text)
     assert choose({FIRST: 3.0, SECOND: 1.0, THIRD: 2.0})[0] == SECOND
     assert "no table of blocks" in caplog.text
     assert list(json.loads(cache.read_text()).values()) == [list(SECOND)]

@@ -64,7 +64,7 @@ INSTRUCTIONS: Mapping[str, Instructions] = {
     "scan_backward, gdn": Instructions(per_value=231, per_both=23),
     "state_gradients": Instructions(per_key=27, per_both=159),
     "product_gradients": Instructions(35, per_value=58),
-    "channel_gradients": Instructions(per_key=661),
+    "channel_gradients": Instructions(per_key=621),
     "gate_gradients": Instructions(per_key=208),
     "head_gradients": Instructions(187, 152),
     "sum_heads": Instructions(per_key=18),

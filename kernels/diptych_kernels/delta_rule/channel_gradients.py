@@ -15,10 +15,12 @@ from diptych_kernels.common import exp_of
 from diptych_kernels.delta_rule.products import (
     TILE,
     chunk_of,
+    hide,
     load_rows,
     load_scalars,
-    log_decays_around,
+    log_decays_in_tile,
     log_decays_since,
+    log_decays_to_tile_end,
     store_rows,
 )
 
@@ -92,24 +94,35 @@ def channel_gradients(
             HV, K, SCALE, SLICES, ACC,
         )  # fmt: skip
     else:
-        for tile in tl.range(0, C // TILE, disable_licm=True):
+        for step in tl.range(0, C // TILE, disable_licm=True):
+            tile = hide(step, length)
+            zero = tile >> 31  # compilers do not know that, and compute addresses with it in every iteration
+            first_token = first + zero
+            p_tiles = p_a + zero
             o_t = tile * TILE + tl.arange(0, TILE)
             m_t = o_t < length
-            b_q = load_rows(q_ptr, first, o_t, m_t, key_head, H, o_k, K, ACC) * SCALE
-            b_k = load_rows(k_ptr, first, o_t, m_t, key_head, H, o_k, K, ACC)
-            b_dq, b_dk_row, b_dk_column = _with_other_tiles(
-                q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, key_head, head, o_k,
+            b_dk_column, b_later = _with_later_tiles(
+                q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_tiles, first_token, length, tile, key_head, head, o_k,
                 H, HV, K, SCALE, PRECISION, ACC, C,
             )  # fmt: skip
+            b_dq, b_dk_row, b_earlier = _with_earlier_tiles(
+                k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_tiles, first_token, length, tile, key_head, head, o_k,
+                H, HV, K, PRECISION, ACC, C,
+            )  # fmt: skip
+            b_q = load_rows(q_ptr, first_token, o_t, m_t, key_head, H, o_k, K, ACC) * SCALE
+            b_k = load_rows(k_ptr, first_token, o_t, m_t, key_head, H, o_k, K, ACC)
             b_dq, b_dk_row, b_dk_column = _with_own_tile(
-                k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, key_head, head, o_k,
+                k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_tiles, first_token, length, tile, key_head, head, o_k,
                 b_q, b_k, b_dq, b_dk_row, b_dk_column, H, HV, K, ACC, C,
             )  # fmt: skip
-            b_from_start, b_to_end = _decays_to_ends(g_ptr, first, length, tile, head, HV, o_k, K, ACC, C)
-            b_same = tl.load(da_qk_ptr + p_a + (tile * TILE + tl.arange(0, TILE)) * (C + 1)).to(ACC)
+            b_from_start = log_decays_in_tile(g_ptr, first_token, length, tile, head, HV, o_k, K, ACC)
+            b_from_start = exp_of(b_from_start + b_earlier)
+            b_to_end = log_decays_to_tile_end(g_ptr, first_token, length, tile, head, HV, o_k, K, ACC)
+            b_to_end = exp_of(b_to_end + b_later)
+            b_same = tl.load(da_qk_ptr + p_tiles + o_t * (C + 1)).to(ACC)
             _store_gradients(
                 beta_ptr, dq_from_start_ptr, dx_state_ptr, dk_to_end_ptr, dbeta_ptr,
-                dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbeta_slices_ptr, first, o_t, m_t, head, slice_index, o_k,
+                dq_ptr, dk_ptr, rise_ptr, fall_ptr, dbeta_slices_ptr, first_token, o_t, m_t, head, slice_index, o_k,
                 b_q, b_k, b_dq, b_dk_row, b_dk_column, b_same, b_from_start, b_to_end,
                 HV, K, SCALE, SLICES, ACC,
             )  # fmt: skip
@@ -175,19 +188,19 @@ def _with_own_tile(
     if can_factor:
         below = o_r[:, None] > o_r[None, :]
         b_qk = tl.where(below, load_tile(da_qk_ptr, p_a, tile, tile, C).to(ACC), 0.0)
-        b_kk = tl.where(below, load_tile(da_kk_ptr, p_a, tile, tile, C).to(ACC), 0.0)
+        b_kk = load_tile(da_kk_ptr, p_a, tile, tile, C).to(ACC)
         b_decay = exp_of(b_since)
         b_growth = exp_of(-b_since)
-        b_keys = b_k * b_growth
-        b_dq += tl.dot(b_qk, b_keys, input_precision="tf32", out_dtype=ACC) * b_decay
-        b_dk_row += tl.dot(b_kk, b_keys, input_precision="tf32", out_dtype=ACC) * b_decay
         b_own = tl.dot(tl.trans(b_qk), b_q * b_decay, input_precision="tf32", out_dtype=ACC)
         b_own = tl.dot(tl.trans(b_kk), b_k * b_decay, b_own, input_precision="tf32", out_dtype=ACC)
         b_dk_column += b_own * b_growth
+        b_keys = b_k * b_growth
+        b_dq += tl.dot(b_qk, b_keys, input_precision="tf32", out_dtype=ACC) * b_decay
+        b_dk_row += tl.dot(b_kk, b_keys, input_precision="tf32", out_dtype=ACC) * b_decay
     else:
         b_sums = tl.zeros([TILE, BK], ACC)
         for step in range(TILE):  # the order of _diagonal_tile in products.py
-            column = TILE - 1 - step
+            column = hide(TILE - 1 - step, length)
             t = first + tile * TILE + column
             mask = (o_k < K) & ((tile * TILE + column + 0 * o_k) < length)
             b_key = tl.load(k_ptr + (t * H + key_head) * K + o_k, mask=mask, other=0.0).to(ACC)
@@ -205,59 +218,55 @@ def _with_own_tile(
 
 
 @triton.jit
-def _with_other_tiles(
-    q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, key_head, head, o_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    SCALE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr,
+def _with_earlier_tiles(
+    k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, key_head, head, o_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Return the contributions of earlier tiles to dq / SCALE and dk_row, and of later tiles to dk_column."""
+    """Return the sums over the tokens of earlier tiles in dq / SCALE and dk_row, and the log decay of these [1, BK]."""
     BK: tl.constexpr = o_k.shape[0]
-    NARROW: tl.constexpr = k_ptr.dtype.element_ty
     o_r = tl.arange(0, TILE)
     b_dq = tl.zeros([TILE, BK], ACC)
     b_dk_row = tl.zeros([TILE, BK], ACC)
-    b_dk_column = tl.zeros([TILE, BK], ACC)
-    b_since = tl.zeros([TILE, BK], ACC)
-    b_until = tl.zeros([TILE, BK], ACC)
-    for other in range(0, tile):
+    b_between = tl.zeros([1, BK], ACC)
+    for step in range(0, tile):
+        other = hide(tile - 1 - step, length)
         o_j = other * TILE + o_r
-        b_since, b_decay, b_between = log_decays_around(g_ptr, first, length, tile, other, head, HV, o_k, K, ACC, C)
-        b_since = exp_of(b_since)
-        b_decay = exp_of(b_decay + b_between)
-        b_keys = (load_rows(k_ptr, first, o_j, o_j < length, key_head, H, o_k, K, ACC) * b_decay).to(NARROW)
+        b_decay = exp_of(log_decays_to_tile_end(g_ptr, first, length, other, head, HV, o_k, K, ACC) + b_between)
+        b_keys = load_rows(k_ptr, first, o_j, o_j < length, key_head, H, o_k, K, ACC) * b_decay
+        b_keys = b_keys.to(k_ptr.dtype.element_ty)
         b_a = load_tile(da_qk_ptr, p_a, tile, other, C)
         b_dq = tl.dot(b_a, b_keys, b_dq, input_precision=PRECISION, out_dtype=ACC)
         b_a = load_tile(da_kk_ptr, p_a, tile, other, C)
         b_dk_row = tl.dot(b_a, b_keys, b_dk_row, input_precision=PRECISION, out_dtype=ACC)
-    for other in range(tile + 1, C // TILE):
-        o_i = other * TILE + o_r
-        b_decay, b_until, b_between = log_decays_around(g_ptr, first, length, other, tile, head, HV, o_k, K, ACC, C)
-        b_decay = exp_of(b_decay + b_between)
-        b_until = exp_of(b_until)
+        b_between += tl.sum(load_rows(g_ptr, first, o_j, o_j < length, head, HV, o_k, K, ACC), 0)[None, :]
+    b_decay = exp_of(log_decays_in_tile(g_ptr, first, length, tile, head, HV, o_k, K, ACC))
+    return b_dq * b_decay, b_dk_row * b_decay, b_between
+
+
+@triton.jit
+def _with_later_tiles(
+    q_ptr, k_ptr, g_ptr, da_qk_ptr, da_kk_ptr, p_a, first, length, tile, key_head, head, o_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Return the sums over the tokens of later tiles in dk_column, and the log decay of these tiles [1, BK]."""
+    BK: tl.constexpr = o_k.shape[0]
+    NARROW: tl.constexpr = k_ptr.dtype.element_ty
+    b_dk_column = tl.zeros([TILE, BK], ACC)
+    b_between = tl.zeros([1, BK], ACC)
+    for step in range(tile + 1, C // TILE):
+        other = hide(step, length)
+        o_i = other * TILE + tl.arange(0, TILE)
+        b_decay = exp_of(log_decays_in_tile(g_ptr, first, length, other, head, HV, o_k, K, ACC) + b_between)
         b_rows = (load_rows(q_ptr, first, o_i, o_i < length, key_head, H, o_k, K, ACC) * b_decay * SCALE).to(NARROW)
         b_a = tl.trans(load_tile(da_qk_ptr, p_a, other, tile, C))
         b_dk_column = tl.dot(b_a, b_rows, b_dk_column, input_precision=PRECISION, out_dtype=ACC)
         b_rows = (load_rows(k_ptr, first, o_i, o_i < length, key_head, H, o_k, K, ACC) * b_decay).to(NARROW)
         b_a = tl.trans(load_tile(da_kk_ptr, p_a, other, tile, C))
         b_dk_column = tl.dot(b_a, b_rows, b_dk_column, input_precision=PRECISION, out_dtype=ACC)
-    return b_dq * b_since, b_dk_row * b_since, b_dk_column * b_until
-
-
-@triton.jit
-def _decays_to_ends(
-    g_ptr, first, length, tile, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
-):
-    """Return exp(G) and exp(G_C - G) of the tokens of a tile, [TILE, BK] each."""
-    o_r = tl.arange(0, TILE)
-    o_c = tl.arange(0, C)
-    o_t = tile * TILE + o_r
-    b_all = load_rows(g_ptr, first, o_c, o_c < length, head, HV, o_k, K, ACC)
-    b_earlier = tl.sum(tl.where((o_c < tile * TILE)[:, None], b_all, 0.0), 0)
-    b_later = tl.sum(tl.where((o_c >= (tile + 1) * TILE)[:, None], b_all, 0.0), 0)
-    b_own = load_rows(g_ptr, first, o_t, o_t < length, head, HV, o_k, K, ACC)
-    b_next = load_rows(g_ptr, first + 1, o_t, (o_t + 1 < length) & (o_r < TILE - 1), head, HV, o_k, K, ACC)
-    b_from_start = exp_of(tl.cumsum(b_own, 0) + b_earlier[None, :])
-    return b_from_start, exp_of(tl.cumsum(b_next, 0, reverse=True) + b_later[None, :])
+        b_between += tl.sum(load_rows(g_ptr, first, o_i, o_i < length, head, HV, o_k, K, ACC), 0)[None, :]
+    b_decay = exp_of(log_decays_to_tile_end(g_ptr, first, length, tile, head, HV, o_k, K, ACC))
+    return b_dk_column * b_decay, b_between
 
 
 @triton.jit

@@ -71,6 +71,16 @@ def chunk_of(chunks_ptr, HV: tl.constexpr):
 
 
 @triton.jit
+def hide(index, length):
+    """Return ``index`` in a form in which compilers do not recognise it; length >= 0.
+
+    Compilers keep addresses that the iterations of a loop share in registers. In a branch that hardly ever runs, this
+    takes registers from the other branch, so that fewer programs share a multiprocessor.
+    """
+    return index ^ (length >> 31)
+
+
+@triton.jit
 def load_rows(
     x_ptr, first, o_t, m_t, head,
     H: tl.constexpr, o_d, D: tl.constexpr, ACC: tl.constexpr, HAS_COLUMNS: tl.constexpr = False,
@@ -184,7 +194,8 @@ def terms_by_channel(
         tl.store(a_qk_ptr + p_a + o_i * C + o_j, tl.where(o_i >= o_j, b_qk * SCALE, 0.0), mask=m_a)
         tl.store(a_kk_ptr + p_a + o_i * C + o_j, tl.where(o_i > o_j, b_kk, 0.0), mask=m_a)
     else:
-        for row in range(0, C // TILE):
+        for step in range(0, C // TILE):
+            row = hide(step, length)
             for column in range(0, row):
                 b_qk_tile, b_kk_tile = _lower_tile(
                     q_ptr, k_ptr, g_ptr, first, length, row, column, head, H, HV, K, PRECISION, ACC, C, BK
@@ -332,25 +343,30 @@ def log_decays_since(
 
 
 @triton.jit
-def log_decays_around(
-    g_ptr, first, length, row, column, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr, C: tl.constexpr
-):
-    """Return log decays of two tiles: within the later tile ``row``, within ``column``, and between them.
+def log_decays_in_tile(g_ptr, first, length, tile, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr):
+    """Return the log decay from the start of a tile to each of its tokens, including its own, [TILE, BK]."""
+    o_t = tile * TILE + tl.arange(0, TILE)
+    return tl.cumsum(load_rows(g_ptr, first, o_t, o_t < length, head, HV, o_k, K, ACC), 0)
 
-    The first result [TILE, BK] is the log decay of each token of ``row`` since the start of its tile, the second
-    [TILE, BK] that from each token of ``column`` to the end of its tile, and the third [1, BK] that from there to the
-    start of ``row``.
-    """
+
+@triton.jit
+def log_decays_to_tile_end(g_ptr, first, length, tile, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr):
+    """Return the log decay from each token of a tile, without its own, to the end of the tile, [TILE, BK]."""
     o_r = tl.arange(0, TILE)
-    o_i = row * TILE + o_r
-    b_rows = load_rows(g_ptr, first, o_i, o_i < length, head, HV, o_k, K, ACC)
-    o_j = o_r + column * TILE
-    m_j = (o_j + 1 < length) & (o_r < TILE - 1)
-    b_keys = load_rows(g_ptr, first + 1, o_j, m_j, head, HV, o_k, K, ACC)
+    o_t = tile * TILE + o_r
+    m_next = (o_t + 1 < length) & (o_r < TILE - 1)
+    return tl.cumsum(load_rows(g_ptr, first + 1, o_t, m_next, head, HV, o_k, K, ACC), 0, reverse=True)
+
+
+@triton.jit
+def _log_decay_between(
+    g_ptr, first, length, earlier, later, head, HV: tl.constexpr, o_k, K: tl.constexpr, ACC: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Return the log decay from the end of the tile ``earlier`` to the start of ``later``, [1, BK]."""
     o_c = tl.arange(0, C)
-    m_c = (o_c >= (column + 1) * TILE) & (o_c < row * TILE) & (o_c < length)
-    b_between = tl.sum(load_rows(g_ptr, first, o_c, m_c, head, HV, o_k, K, ACC), 0)
-    return tl.cumsum(b_rows, 0), tl.cumsum(b_keys, 0, reverse=True), b_between[None, :]
+    m_c = (o_c >= (earlier + 1) * TILE) & (o_c < later * TILE) & (o_c < length)
+    return tl.sum(load_rows(g_ptr, first, o_c, m_c, head, HV, o_k, K, ACC), 0)[None, :]
 
 
 @triton.jit
@@ -369,9 +385,9 @@ def _lower_tile(
     b_kk = tl.zeros([TILE, TILE], ACC)
     for start in range(0, K, BK):
         o_k = start + tl.arange(0, BK)
-        b_since, b_until, b_between = log_decays_around(g_ptr, first, length, row, column, head, HV, o_k, K, ACC, C)
-        b_since = exp_of(b_since)
-        b_until = exp_of(b_until + b_between)
+        b_since = exp_of(log_decays_in_tile(g_ptr, first, length, row, head, HV, o_k, K, ACC))
+        b_between = _log_decay_between(g_ptr, first, length, column, row, head, HV, o_k, K, ACC, C)
+        b_until = exp_of(log_decays_to_tile_end(g_ptr, first, length, column, head, HV, o_k, K, ACC) + b_between)
         b_keys = tl.trans(load_rows(k_ptr, first, o_j, o_j < length, key_head, H, o_k, K, ACC) * b_until).to(NARROW)
         b_q = (load_rows(q_ptr, first, o_i, o_i < length, key_head, H, o_k, K, ACC) * b_since).to(NARROW)
         b_k = (load_rows(k_ptr, first, o_i, o_i < length, key_head, H, o_k, K, ACC) * b_since).to(NARROW)
