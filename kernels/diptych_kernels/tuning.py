@@ -167,6 +167,7 @@ def _read(path: Path | None) -> dict[str, Block]:
 
 
 def _is_block(numbers: list[Any]) -> bool:
+    """Return True for as many whole numbers as a block has parameters."""
     return len(numbers) == len(Block._fields) and all(type(number) is int for number in numbers)
 
 

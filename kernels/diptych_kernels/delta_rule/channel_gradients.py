@@ -188,7 +188,7 @@ def _with_own_tile(
     if can_factor:
         below = o_r[:, None] > o_r[None, :]
         b_qk = tl.where(below, load_tile(da_qk_ptr, p_a, tile, tile, C).to(ACC), 0.0)
-        b_kk = load_tile(da_kk_ptr, p_a, tile, tile, C).to(ACC)
+        b_kk = load_tile(da_kk_ptr, p_a, tile, tile, C).to(ACC)  # 0 on and above the diagonal
         b_decay = exp_of(b_since)
         b_growth = exp_of(-b_since)
         b_own = tl.dot(tl.trans(b_qk), b_q * b_decay, input_precision="tf32", out_dtype=ACC)
